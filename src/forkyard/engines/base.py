@@ -1,0 +1,111 @@
+"""The engine protocol: what it takes to run one sandbox machine.
+
+An engine knows nothing of names, leases or snapshots. It boots a root directory, restores
+a memory image onto one, pauses, saves, resumes and kills. Everything else (what is
+frozen when, who may do it, what is undone after a failure) is the yard's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpec:
+    """One machine to be.
+
+    Attributes:
+        box: Id of the box, unique on the host; never a guest's or a user's words.
+        dir: The box's own directory for runtime files (FIFOs, pid, engine state).
+        rootfs: The mounted root directory.
+        cgroup: Path below the yard's cgroup, already made, or None for no limits.
+        mem_mb, cpus, pids: The limits, for what the guest is told of its machine.
+        fs: The directory for the engine's own disk-backed temporary files.
+    """
+
+    box: str
+    dir: Path
+    rootfs: Path
+    cgroup: str | None
+    mem_mb: int
+    cpus: float
+    pids: int
+    fs: Path
+
+
+@dataclass(slots=True)
+class Machine:
+    """A live machine. ``died`` is set when its main process ends, however it ends."""
+
+    spec: MachineSpec
+    pid: int
+    start_time: int
+    to_guest: int
+    from_guest: int
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    exit_status: int | None = None
+    private: Any = None
+
+    def record(self) -> dict[str, Any]:
+        """What :meth:`Engine.reattach` needs to find it again after the daemon's death."""
+        return {"pid": self.pid, "start_time": self.start_time}
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A saved image: its directory and what it takes to restore it."""
+
+    dir: Path
+    fingerprint: str
+    size_bytes: int
+
+
+class Engine(Protocol):
+    """Errors are :mod:`forkyard.errors`; cancellation leaves nothing of a new machine behind."""
+
+    name: str
+
+    def fingerprint(self) -> str:
+        """Identifies what can restore an image made now: engine, version, platform, CPU flags."""
+        ...
+
+    async def boot(self, spec: MachineSpec) -> Machine:
+        """Start the agent on ``spec.rootfs`` with fresh memory."""
+        ...
+
+    async def restore(self, spec: MachineSpec, image: Path) -> Machine:
+        """Start a machine from the image in ``image`` on ``spec.rootfs``.
+
+        Raises:
+            UnsupportedError: the image was made by something this engine cannot restore.
+            CorruptSnapshotError: the image is damaged.
+        """
+        ...
+
+    async def pause(self, machine: Machine) -> None:
+        """Stop the guest's time. Returns when nothing in it runs any more."""
+        ...
+
+    async def save(self, machine: Machine, image: Path) -> Frozen:
+        """Write the memory of a paused machine to the new directory ``image``; it stays paused.
+
+        Raises:
+            ConflictError: something in the guest cannot be saved; the message names it.
+            CapacityError: the disk is full. The machine is unharmed either way.
+        """
+        ...
+
+    async def resume(self, machine: Machine) -> None:
+        """Let a paused guest go on."""
+        ...
+
+    async def kill(self, machine: Machine) -> None:
+        """End every process of the machine and wait until they are gone. Idempotent."""
+        ...
+
+    async def reattach(self, spec: MachineSpec, record: dict[str, Any]) -> Machine | None:
+        """The machine that an earlier daemon started, or None if it is gone."""
+        ...

@@ -1,0 +1,279 @@
+"""The results of the public API: frozen dataclasses that also read like dicts.
+
+``result["field"]`` and ``result.field`` are the same thing, ``to_dict()`` gives plain
+data, and all of them pickle. Times are ``float`` seconds since the epoch (``*_at``) or
+milliseconds (``*_ms``); memory and disk are MiB (``*_mb``) or bytes (``*_bytes``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["creating", "running", "stopped", "failed", "deleted"]
+
+
+class Record:
+    """Dict-style reading for a frozen dataclass."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            return getattr(self, key)
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The field ``key``, or ``default`` if this record has no such field."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def keys(self) -> list[str]:
+        """The names of the fields, so that ``dict(record)`` works."""
+        return list(self.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, nested records included."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure(Record):
+    """Why a sandbox is ``failed``: ``cause`` is ``host``, ``guest`` or ``unknown``."""
+
+    code: str
+    message: str
+    cause: str = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxInfo(Record):
+    id: str
+    name: str
+    state: State
+    engine: str
+    host: str
+    template: str | None
+    snapshot: str | None
+    parent: str | None
+    checkpoint: str | None
+    type: str
+    cpus: float
+    mem_mb: int
+    disk_mb: int
+    user: str
+    workdir: str
+    egress: str
+    egress_allow: list[str]
+    labels: dict[str, str]
+    ttl_min: float | None
+    auto_stop_min: float | None
+    ephemeral: bool
+    created_at: float
+    last_active_at: float
+    expires_at: float | None
+    resumed_from: str | None
+    memory_restored: bool
+    tainted: bool
+    start_ms: float
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo(Record):
+    """``size_bytes`` is what the snapshot refers to in all, ``exclusive_bytes`` what
+    deleting it would free."""
+
+    id: str
+    name: str | None
+    source: str
+    labels: dict[str, str]
+    size_bytes: int
+    exclusive_bytes: int
+    memory: bool
+    engine: str
+    created_at: float
+    paused_ms: float = 0.0
+    dirty_mb: float = 0.0
+    verified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo(Record):
+    id: str
+    label: str | None
+    sandbox: str
+    parent: str | None
+    memory: bool
+    size_bytes: int
+    created_at: float
+    paused_ms: float = 0.0
+    dirty_mb: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ForkResult(Record):
+    snapshot: str
+    forks: list[SandboxInfo]
+    paused_ms: float
+    total_ms: float
+    dirty_mb: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInfo(Record):
+    name: str
+    key: str
+    user: str
+    workdir: str
+    size_bytes: int
+    warm: bool
+    created_at: float
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult(Record):
+    """What a command did. A non-zero exit, a timeout and an OOM kill are results.
+
+    ``stdout`` and ``stderr`` are text (UTF-8, undecodable bytes replaced);
+    ``stdout_bytes`` and ``stderr_bytes`` are the bytes as they came. ``signal`` is the
+    number of the signal that ended it, or None; ``exit_code`` is then 128 + signal.
+    ``truncated`` says that output beyond ``max_output`` was dropped, ``omitted_bytes``
+    how much. ``merged`` holds both streams in order of arrival if ``merge=True``.
+    """
+
+    ok: bool
+    exit_code: int
+    signal: int | None = None
+    stdout_bytes: bytes = b""
+    stderr_bytes: bytes = b""
+    merged: str | None = None
+    timed_out: bool = False
+    oom: bool = False
+    disk_full: bool = False
+    truncated: bool = False
+    omitted_bytes: int = 0
+    duration_ms: float = 0.0
+    cpu_ms: float = 0.0
+    max_rss_mb: float = 0.0
+    audit_seq: int = 0
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_bytes.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_bytes.decode("utf-8", "replace")
+
+    def __getitem__(self, key: str) -> Any:
+        if key in ("stdout", "stderr"):
+            return getattr(self, key)
+        return Record.__getitem__(self, key)
+
+    def keys(self) -> list[str]:
+        return [*Record.keys(self), "stdout", "stderr"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: self[key] for key in self.keys()}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo(Record):
+    """A process inside a sandbox, as its agent claims it. ``handle`` names one that
+    was started through the API and whose output can be attached to."""
+
+    pid: int
+    ppid: int
+    user: str
+    command: str
+    state: str
+    cpu_ms: float = 0.0
+    rss_mb: float = 0.0
+    handle: str | None = None
+    detached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo(Record):
+    """One file inside a sandbox. ``type`` is file, dir, link, fifo, socket, char or block."""
+
+    path: str
+    name: str
+    type: str
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime: float
+    target: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage(Record):
+    """``cpu_ms`` since the start, the rest now."""
+
+    cpu_ms: float
+    mem_mb: float
+    disk_mb: float
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode(Record):
+    """One sandbox, snapshot or checkpoint in the lineage."""
+
+    id: str
+    kind: Literal["template", "sandbox", "snapshot", "checkpoint"]
+    name: str | None
+    parent: str | None
+    state: str
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord(Record):
+    seq: int
+    time: float
+    kind: str
+    sandbox: str | None
+    actor: str
+    data: dict[str, Any]
+    prev: str
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity(Record):
+    """``fits`` is how many more sandboxes like the one asked about this host holds."""
+
+    fits: int
+    mem_free_mb: int
+    mem_committed_mb: int
+    disk_free_mb: int
+    sandboxes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Health(Record):
+    ok: bool
+    pid: int
+    version: str
+    wire: int
+    home: str
+    socket: str
+    sandboxes: int
+    engines: list[str]
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Event(Record):
+    time: float
+    kind: str
+    sandbox: str | None
+    data: dict[str, Any] = field(default_factory=dict)
