@@ -7,18 +7,35 @@ reply and gives it again to whoever asks with the same id.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
+from forkyard.types import ExecResult
+
 Labels = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, as the kernel says (the socket's peer), never as the request says.
+
+    ``start_time`` is the peer's start in clock ticks since boot, which together with
+    ``pid`` names one process for ever; both are None for a peer that this host cannot see.
+    """
+
+    uid: int
+    pid: int | None = None
+    start_time: int | None = None
+    name: str = ""
 
 
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     pass
 
 
-class Change(Request):
+class Change(Request, kw_only=True):
     """A request that changes something; ``request_id`` is made up by the client."""
 
     request_id: str = ""
@@ -33,7 +50,7 @@ class Lease(msgspec.Struct, kw_only=True, omit_defaults=True):
     run: str | None = None
 
 
-class CreateSandbox(Change):
+class CreateSandbox(Change, kw_only=True):
     name: str | None = None
     template: str | None = None
     image: str | None = None
@@ -57,67 +74,67 @@ class CreateSandbox(Change):
     lease: Lease | None = None
 
 
-class SandboxRequest(Request):
+class SandboxRequest(Request, kw_only=True):
     """A question about one sandbox, by id or name."""
 
     sandbox: str
 
 
-class SandboxChange(Change):
+class SandboxChange(Change, kw_only=True):
     sandbox: str
 
 
-class ListSandboxes(Request):
+class ListSandboxes(Request, kw_only=True):
     labels: Labels | None = None
     state: str | None = None
 
 
-class RenameSandbox(SandboxChange):
+class RenameSandbox(SandboxChange, kw_only=True):
     name: str
 
 
-class SetTtl(SandboxChange):
+class SetTtl(SandboxChange, kw_only=True):
     ttl_min: float | None = None
 
 
-class SetEgress(SandboxChange):
+class SetEgress(SandboxChange, kw_only=True):
     egress: str | None = None
     egress_allow: list[str] | None = None
 
 
-class Adopt(SandboxChange):
+class Adopt(SandboxChange, kw_only=True):
     lease: Lease
 
 
-class ReleaseLease(Change):
+class ReleaseLease(Change, kw_only=True):
     """End every lease that this client took; ephemeral sandboxes among them go."""
 
     lease: Lease
     sandboxes: list[str]
 
 
-class WaitSandbox(SandboxRequest):
+class WaitSandbox(SandboxRequest, kw_only=True):
     state: str = "running"
     timeout_s: float | None = None
 
 
-class StopSandbox(SandboxChange):
+class StopSandbox(SandboxChange, kw_only=True):
     pass
 
 
-class StartSandbox(SandboxChange):
+class StartSandbox(SandboxChange, kw_only=True):
     lease: Lease | None = None
 
 
-class DeleteSandbox(SandboxChange):
+class DeleteSandbox(SandboxChange, kw_only=True):
     pass
 
 
-class DeleteSandboxes(Change):
+class DeleteSandboxes(Change, kw_only=True):
     labels: Labels
 
 
-class ExecOptions(Change):
+class ExecOptions(Change, kw_only=True):
     """``argv`` or ``command`` (for ``/bin/sh -c``), one of them."""
 
     argv: list[str] | None = None
@@ -129,8 +146,12 @@ class ExecOptions(Change):
     login: bool = False
 
 
-class Exec(ExecOptions):
-    """``keep`` says what of an over-long output is kept: its head, its tail or both ends."""
+class Exec(ExecOptions, kw_only=True):
+    """``keep`` says what of an over-long output is kept: its head, its tail or both ends.
+
+    ``stdin`` is a short input. A long or endless one is not in the struct: it comes beside
+    it as a stream of bytes (the second argument of ``run``), and ``stdin`` is then None.
+    """
 
     sandbox: str
     stdin: bytes | None = None
@@ -139,11 +160,20 @@ class Exec(ExecOptions):
     keep: Literal["head", "tail", "both"] = "both"
 
 
-class ExecMany(Change):
+class ExecMany(Change, kw_only=True):
+    """All at once; each command carries a request id of its own."""
+
     commands: list[Exec]
 
 
-class Spawn(ExecOptions):
+class ExecOutcome(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One place of an ``exec_many`` reply: a result, or why there is none (errors.to_wire)."""
+
+    result: ExecResult | None = None
+    error: dict[str, Any] | None = None
+
+
+class Spawn(ExecOptions, kw_only=True):
     sandbox: str
     pty: bool = False
     rows: int = 24
@@ -152,7 +182,7 @@ class Spawn(ExecOptions):
     merge: bool = False
 
 
-class Attach(Request):
+class Attach(Request, kw_only=True):
     """``pid`` is the process's number inside the sandbox; output goes on from
     ``stdout_offset`` and ``stderr_offset`` (bytes since the start) where it is still kept."""
 
@@ -162,42 +192,53 @@ class Attach(Request):
     stderr_offset: int = 0
 
 
-class ProcessRequest(Change):
+class ProcessRequest(Change, kw_only=True):
     sandbox: str
     pid: int
 
 
-class Write(ProcessRequest):
+class Write(ProcessRequest, kw_only=True):
     data: bytes = b""
     eof: bool = False
 
 
-class Resize(ProcessRequest):
+class Resize(ProcessRequest, kw_only=True):
     rows: int
     cols: int
 
 
-class Signal(ProcessRequest):
+class Signal(ProcessRequest, kw_only=True):
     signal: int
 
 
-class WaitProcess(ProcessRequest):
+class WaitProcess(ProcessRequest, kw_only=True):
     timeout_s: float | None = None
 
 
-class PathRequest(Request):
+class PathRequest(Request, kw_only=True):
     sandbox: str
     path: str
     user: str | None = None
 
 
-class PathChange(Change):
+class PathChange(Change, kw_only=True):
     sandbox: str
     path: str
     user: str | None = None
 
 
-class WriteFiles(Change):
+class WriteFile(PathChange, kw_only=True):
+    """The head of a streamed upload; the bytes follow as the body. Parents are made."""
+
+    mode: int | None = None
+
+
+class MakeDir(PathChange, kw_only=True):
+    mode: int | None = None
+    parents: bool = True
+
+
+class WriteFiles(Change, kw_only=True):
     """Small files in one call; a large one goes through the streaming upload route."""
 
     sandbox: str
@@ -206,39 +247,39 @@ class WriteFiles(Change):
     user: str | None = None
 
 
-class ReadFiles(Request):
+class ReadFiles(Request, kw_only=True):
     sandbox: str
     paths: list[str]
     user: str | None = None
 
 
-class MoveFile(PathChange):
+class MoveFile(PathChange, kw_only=True):
     to: str
 
 
-class RemoveFile(PathChange):
+class RemoveFile(PathChange, kw_only=True):
     recursive: bool = True
 
 
-class TakeSnapshot(SandboxChange):
+class TakeSnapshot(SandboxChange, kw_only=True):
     name: str | None = None
     labels: Labels = {}
     memory: bool = True
 
 
-class SnapshotRequest(Request):
+class SnapshotRequest(Request, kw_only=True):
     snapshot: str
 
 
-class DeleteSnapshot(Change):
+class DeleteSnapshot(Change, kw_only=True):
     snapshot: str
 
 
-class ListSnapshots(Request):
+class ListSnapshots(Request, kw_only=True):
     labels: Labels | None = None
 
 
-class Fork(Change):
+class Fork(Change, kw_only=True):
     source: str
     n: int = 1
     prefix: str | None = None
@@ -259,39 +300,51 @@ class Fork(Change):
     lease: Lease | None = None
 
 
-class TakeCheckpoint(SandboxChange):
+class TakeCheckpoint(SandboxChange, kw_only=True):
     label: str | None = None
     keep_last: int | None = None
     memory: bool = True
 
 
-class DeleteCheckpoint(SandboxChange):
+class DeleteCheckpoint(SandboxChange, kw_only=True):
     checkpoint: str
 
 
-class Rewind(SandboxChange):
+class Rewind(SandboxChange, kw_only=True):
     to: str | None = None
 
 
-class Tree(Request):
+class Tree(Request, kw_only=True):
     root: str | None = None
 
 
-class Audit(Request):
+class Audit(Request, kw_only=True):
     sandbox: str | None = None
     since: float | None = None
     limit: int = 10_000
 
 
-class CapacityRequest(Request):
+class CapacityRequest(Request, kw_only=True):
     source: str | None = None
 
 
-class DeleteTemplate(Change):
+class DeleteTemplate(Change, kw_only=True):
     name: str
 
 
-class Empty(Request):
+class Events(Request, kw_only=True):
+    """What happens from now on, of one sandbox or of all."""
+
+    sandbox: str | None = None
+
+
+class Shutdown(Change, kw_only=True):
+    """Stop the daemon. ``keep`` leaves sandboxes running for the next daemon to find."""
+
+    sandboxes: Literal["keep", "stop", "delete"] = "keep"
+
+
+class Empty(Request, kw_only=True):
     pass
 
 

@@ -277,3 +277,25 @@ class Event(Record):
     kind: str
     sandbox: str | None
     data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo(Record):
+    """``api`` is the contract between client and daemon, ``wire`` that between daemon and guest."""
+
+    version: str
+    api: int
+    wire: int
+
+    def __str__(self) -> str:
+        return self.version
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer(Record):
+    """What an upload or a download moved. ``skipped`` names what was refused: links that
+    leave the tree, devices, sockets and FIFOs."""
+
+    files: int
+    size_bytes: int
+    skipped: list[str] = field(default_factory=list)
