@@ -8,6 +8,7 @@ frozen when, who may do it, what is undone after a failure) is the yard's.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,19 +22,20 @@ class MachineSpec:
         box: Id of the box, unique on the host; never a guest's or a user's words.
         dir: The box's own directory for runtime files (FIFOs, pid, engine state).
         rootfs: The mounted root directory.
-        cgroup: Path below the yard's cgroup, already made, or None for no limits.
-        mem_mb, cpus, pids: The limits, for what the guest is told of its machine.
-        fs: The directory for the engine's own disk-backed temporary files.
+        agent: Directory that holds the guest agent, mounted read-only in the guest. An
+            image is restored with the very agent it was saved with.
+        mem_mb, disk_mb, processes: The limits that the guest's own kernel enforces.
+        wrap: Turns an argv into one that first enters the box's cgroup.
     """
 
     box: str
     dir: Path
     rootfs: Path
-    cgroup: str | None
+    agent: Path
     mem_mb: int
-    cpus: float
-    pids: int
-    fs: Path
+    disk_mb: int
+    processes: int
+    wrap: Callable[[list[str]], list[str]] = list
 
 
 @dataclass(slots=True)

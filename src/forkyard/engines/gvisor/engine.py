@@ -1,0 +1,306 @@
+"""Boot, restore, pause, save, resume and kill gVisor sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+from pathlib import Path
+from typing import Any
+
+from forkyard.errors import CapacityError, ConflictError, CorruptSnapshotError, InternalError, UnsupportedError
+from forkyard.host import process
+from forkyard.host.files import rmtree
+from forkyard.engines.base import Frozen, Machine, MachineSpec
+from forkyard.engines.gvisor import control
+from forkyard.engines.gvisor.runsc import Runsc
+from forkyard.engines.gvisor.spec import DISK_BACKED, oci_spec
+
+# Order matters: it is the order in which the sentry takes them.
+IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
+CONTAINER = "b"
+START_TIMEOUT_S = 60
+
+
+class GVisor:
+    """See :class:`forkyard.engines.base.Engine`.
+
+    Args:
+        runsc: The probed binary.
+        platform: ``systrap`` or ``ptrace``.
+        shared: Directory for what all boxes share (an empty network namespace).
+    """
+
+    name = "gvisor"
+
+    def __init__(self, runsc: Runsc, platform: str, shared: Path) -> None:
+        self.runsc = runsc
+        self.platform = platform
+        self.shared = shared
+        shared.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def fingerprint(self) -> str:
+        return f"gvisor/{self.runsc.version}/{self.runsc.digest}/{self.platform}/{_cpu_flags()}"
+
+    async def boot(self, spec: MachineSpec) -> Machine:
+        async with _Bundle(self, spec) as bundle:
+            await bundle.runsc("run", "-detach")
+            return bundle.machine()
+
+    async def restore(self, spec: MachineSpec, image: Path) -> Machine:
+        async with _Bundle(self, spec) as bundle:
+            with contextlib.ExitStack() as files:
+                fds = [_open(files, image / name, os.O_RDONLY) for name in IMAGE_FILES]
+                await bundle.runsc("create")
+                try:
+                    await control.restore(
+                        _socket(spec), fds, describe_loopback=self.runsc.validates_specs
+                    )
+                except (control.ControlError, OSError) as error:
+                    raise _restore_error(error, image, bundle.stderr()) from error
+            return bundle.machine()
+
+    async def pause(self, machine: Machine) -> None:
+        await control.pause(_socket(machine.spec))
+
+    async def resume(self, machine: Machine) -> None:
+        await control.resume(_socket(machine.spec))
+
+    async def save(self, machine: Machine, image: Path) -> Frozen:
+        image.mkdir(mode=0o700)
+        with contextlib.ExitStack() as files:
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+            fds = [_open(files, image / name, flags) for name in IMAGE_FILES]
+            try:
+                await control.checkpoint(_socket(machine.spec), fds)
+            except control.ControlError as error:
+                raise _save_error(error, machine.spec.box) from error
+            size = sum(os.fstat(fd).st_blocks * 512 for fd in fds)
+        return Frozen(image, self.fingerprint(), size)
+
+    async def kill(self, machine: Machine) -> None:
+        loop = asyncio.get_running_loop()
+        private: _Watch = machine.private
+        await process.kill_pid(machine.pid, machine.start_time, timeout_s=30)
+        if private.gofer:
+            # It leaves when the sentry's socket closes; killing it spares the wait.
+            await process.kill_pid(private.gofer, private.gofer_start, timeout_s=10)
+        machine.died.set()
+        private.close(loop)
+        for fd in (machine.to_guest, machine.from_guest):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        machine.to_guest = machine.from_guest = -1
+
+    async def reattach(self, spec: MachineSpec, record: dict[str, Any]) -> Machine | None:
+        pid, start = int(record["pid"]), int(record["start_time"])
+        if process.start_time(pid) != start:
+            return None
+        try:
+            return _machine(spec, pid, start)
+        except OSError:
+            return None
+
+    async def close(self) -> None:
+        """Remove what the boxes shared; call it when none is left."""
+        await asyncio.to_thread(_drop_shared, self.shared)
+
+
+class _Watch:
+    """The death watch of one machine: a pidfd in the event loop."""
+
+    def __init__(self, pidfd: int, gofer: int, gofer_start: int) -> None:
+        self.pidfd = pidfd
+        self.gofer = gofer
+        self.gofer_start = gofer_start
+
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.pidfd >= 0:
+            loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class _Bundle:
+    """The files and descriptors of a machine that is being started; gone again if that fails."""
+
+    def __init__(self, engine: GVisor, spec: MachineSpec) -> None:
+        self.engine = engine
+        self.spec = spec
+        self._stdio = [-1, -1]
+
+    async def __aenter__(self) -> _Bundle:
+        directory = self.spec.dir
+        for name in ("st", "fs", *(f"fs/{name}" for name in DISK_BACKED)):
+            (directory / name).mkdir(mode=0o700, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(oci_spec(self.spec)))
+        for index, name in enumerate(("in", "out")):
+            # 0600: a plain user in the guest could otherwise read its host's commands
+            # through /proc/1/fd/0, which shows the FIFO with its mode.
+            os.mkfifo(directory / name, 0o600)
+            self._stdio[index] = os.open(directory / name, os.O_RDWR | os.O_CLOEXEC)
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        for fd in self._stdio:
+            if fd >= 0:
+                os.close(fd)
+        if error is None:
+            return
+        for pid in _pids(self.spec.dir):
+            start = process.start_time(pid)
+            if start is not None and _is_ours(pid, self.spec.dir):
+                await process.kill_pid(pid, start, timeout_s=10)
+        for name in ("in", "out", "pid", "config.json", "stderr"):
+            (self.spec.dir / name).unlink(missing_ok=True)
+        await asyncio.to_thread(rmtree, self.spec.dir / "st")
+        await asyncio.to_thread(rmtree, self.spec.dir / "fs")
+
+    async def runsc(self, *verb: str) -> None:
+        """Run one runsc verb for this bundle.
+
+        Raises:
+            InternalError: it failed; with the end of what it said.
+        """
+        directory = self.spec.dir
+        argv = self.engine.runsc.command(self.engine.platform, directory / "st", self.engine.shared)
+        argv += [*verb, f"-bundle={directory}", f"-pid-file={directory / 'pid'}", CONTAINER]
+        with (directory / "stderr").open("wb") as stderr:
+            done = await process.run(
+                self.spec.wrap(argv),
+                timeout_s=START_TIMEOUT_S,
+                stdin=self._stdio[0],
+                stdout=self._stdio[1],
+                stderr=stderr.fileno(),
+                cwd="/",
+            )
+        if done.rc:
+            raise InternalError(
+                f"runsc {verb[0]} failed: {self.stderr() or f'exit code {done.rc}'}",
+                hint="forkyard doctor finds out why",
+            )
+
+    def stderr(self) -> str:
+        """The last line that runsc or the sentry wrote."""
+        with contextlib.suppress(OSError):
+            text = (self.spec.dir / "stderr").read_text(errors="replace").strip()
+            return text.rsplit("\n", 1)[-1][-500:]
+        return ""
+
+    def machine(self) -> Machine:
+        pid = int((self.spec.dir / "pid").read_text())
+        start = process.start_time(pid)
+        if start is None:
+            raise InternalError(f"the sandbox process ended at once: {self.stderr()}")
+        return _machine(self.spec, pid, start)
+
+
+def _machine(spec: MachineSpec, pid: int, start: int) -> Machine:
+    loop = asyncio.get_running_loop()
+    pidfd = os.pidfd_open(pid)
+    fds: list[int] = []
+    try:
+        # Own descriptions: the sentry sets O_NONBLOCK on those it was given. Read and
+        # write, so that a FIFO without the other end neither blocks nor ends.
+        for name in ("in", "out"):
+            fds.append(os.open(spec.dir / name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        gofer = _state(spec.dir).get("goferPid") or 0
+        watch = _Watch(pidfd, gofer, (process.start_time(gofer) or 0) if gofer else 0)
+        machine = Machine(spec, pid, start, to_guest=fds[0], from_guest=fds[1], private=watch)
+    except BaseException:
+        for fd in (*fds, pidfd):
+            os.close(fd)
+        raise
+
+    def ended() -> None:
+        machine.died.set()
+        loop.remove_reader(pidfd)
+
+    if select.select([pidfd], [], [], 0)[0]:
+        machine.died.set()
+    else:
+        loop.add_reader(pidfd, ended)
+    return machine
+
+
+def _socket(spec: MachineSpec) -> Path:
+    return spec.dir / "st" / f"runsc-{CONTAINER}.sock"
+
+
+def _state(directory: Path) -> dict[str, Any]:
+    for path in (directory / "st").glob(f"{CONTAINER}_*.state"):
+        with contextlib.suppress(OSError, ValueError):
+            state = json.loads(path.read_text())
+            if isinstance(state, dict):
+                return state
+    return {}
+
+
+def _pids(directory: Path) -> list[int]:
+    """Every process that a half-made bundle may have left."""
+    state = _state(directory)
+    sandbox = state.get("sandbox")
+    found = {state.get("goferPid"), sandbox.get("pid") if isinstance(sandbox, dict) else None}
+    with contextlib.suppress(OSError, ValueError):
+        found.add(int((directory / "pid").read_text()))
+    # Neither file may exist yet when runsc itself was killed, so ask the processes too.
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and _is_ours(int(entry.name), directory):
+            found.add(int(entry.name))
+    return [pid for pid in found if isinstance(pid, int) and pid > 1]
+
+
+def _is_ours(pid: int, directory: Path) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return False
+    return f"--root={directory / 'st'}".encode() in words
+
+
+def _open(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        raise CorruptSnapshotError(f"the memory image lacks {path.name}") from None
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _save_error(error: control.ControlError, box: str) -> Exception:
+    text = error.message
+    if "no space left" in text or "disk quota" in text:
+        return CapacityError("the disk is full: the memory image could not be written", retryable=True)
+    if "deleted and invalidated" in text or "deleted" in text:
+        return ConflictError(f"an open file that was deleted cannot be saved: {text}")
+    return InternalError(f"saving the memory of {box} failed: {text}")
+
+
+def _restore_error(error: Exception, image: Path, stderr: str) -> Exception:
+    text = f"{error} {stderr}".strip()
+    damaged = ("hash mismatch", "unreachable", "EOF", "header", "statefile cannot be empty")
+    if any(word in text for word in damaged):
+        return CorruptSnapshotError(f"the memory image {image.name} is damaged: {text}")
+    if "version does not match" in text:
+        return UnsupportedError(f"the memory image {image.name} was made by another runsc: {text}")
+    return InternalError(f"restoring {image.name} failed: {text}")
+
+
+def _cpu_flags() -> str:
+    """Digest of the CPU's features: an image made with more of them cannot be restored with fewer."""
+    import hashlib
+
+    with open("/proc/cpuinfo") as file:
+        line = next((line for line in file if line.startswith("flags")), "")
+    return hashlib.sha256(" ".join(sorted(line.split())).encode()).hexdigest()[:12]
+
+
+def _drop_shared(shared: Path) -> None:
+    from forkyard.host.mounts import mounts_below, unmount
+
+    for target in mounts_below(shared):
+        unmount(target)
+    rmtree(shared)

@@ -1,0 +1,372 @@
+"""The two primitives: start a machine from layers and an image, freeze a running one.
+
+A *box* is the host's side of one machine: a runtime directory, a disk, a cgroup, the
+engine's processes and the channel to the agent. Every step of a start pushes its undo
+first, so a failed or cancelled start leaves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forkyard.engines.base import Engine, Machine, MachineSpec
+from forkyard.errors import CapacityError, ConflictError, ForkyardError, InternalError, SandboxLostError
+from forkyard.guest import Guest, Identity
+from forkyard.host.cgroup import CgroupBox, Cgroups
+from forkyard.host.files import rmtree
+from forkyard.store.disks import DiskStore
+from forkyard.store.images import Images
+from forkyard.yard import names
+
+UNDO_DEADLINE_S = 60
+ATTACH_TIMEOUT_S = 20
+QUIESCE_S = 0.25
+# Above this much dirty data a seal would make the paused source wait for the disk.
+DIRTY_MB = 16
+SYNC_ROUNDS = 3
+# Room above mem_mb for the sandbox's own kernel and for the time it takes to act.
+RESERVE_MB = 128
+AGENT_NAME = "fy-agent"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``cpus`` and ``mem_mb`` bind on the host; ``shape_*`` and ``processes`` are what the
+    guest's kernel was booted with, and stay with its memory image."""
+
+    cpus: float
+    mem_mb: int
+    disk_mb: int
+    shape_mem_mb: int
+    shape_disk_mb: int
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What to start: read-only ``layers`` (top first), and the memory in ``image`` unless None."""
+
+    layers: list[str]
+    limits: Limits
+    identity: Identity
+    agent: str
+    image: Path | None = None
+
+
+@dataclass(slots=True)
+class Box:
+    """A running box."""
+
+    id: str
+    machine: Machine
+    guest: Guest
+    cgroup: CgroupBox | None
+    layers: list[str]
+    start_ms: float = 0.0
+    steps_ms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """One moment of a machine: a sealed layer and, if asked for, a memory image in a
+    directory that is still to be published."""
+
+    layer: str
+    image: Path | None
+    fingerprint: str
+    memory_bytes: int
+    paused_ms: float
+    dirty_mb: float
+    quiesced: bool
+
+
+class Machines:
+    """Starts, freezes and ends boxes.
+
+    Args:
+        home: The yard's directory, by a path short enough for sockets below it.
+        tg: Where the channels' readers run.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        engine: Engine,
+        disks: DiskStore,
+        images: Images,
+        cgroups: Cgroups,
+        tg: asyncio.TaskGroup,
+    ) -> None:
+        self.home = home
+        self.engine = engine
+        self.disks = disks
+        self.images = images
+        self.cgroups = cgroups
+        self.tg = tg
+        # Restores are CPU-bound: more at a time than this only makes each of them slower.
+        self.slots = asyncio.Semaphore(max(2, 2 * (os.cpu_count() or 2)))
+
+    def box_dir(self, box: str) -> Path:
+        return self.home / "boxes" / box
+
+    def agent_dir(self, digest: str) -> Path:
+        return self.home / "agents" / digest
+
+    async def start(self, start: Start) -> Box:
+        """Start a machine and hear its agent.
+
+        Raises:
+            CapacityError, CorruptSnapshotError, UnsupportedError, InternalError: see
+                :class:`forkyard.engines.base.Engine`; nothing is left behind.
+        """
+        async with self.slots:
+            begun = time.perf_counter()
+            box_id = names.box_id()
+            async with _Undo() as undo:
+                marks: dict[str, float] = {}
+                cgroup = await self._make_cgroup(undo, box_id, start.limits)
+                marks["cgroup"] = time.perf_counter()
+                undo.push(self.disks.remove_box, box_id)
+                disk = await self.disks.create_box(box_id, start.layers, start.limits.disk_mb)
+                marks["disk"] = time.perf_counter()
+                spec = self._spec(box_id, disk.rootfs, start, cgroup)
+                if start.image is None:
+                    machine = await self.engine.boot(spec)
+                else:
+                    machine = await self.engine.restore(spec, start.image)
+                undo.push(self.engine.kill, machine)
+                marks["engine"] = time.perf_counter()
+                guest = Guest(machine.to_guest, machine.from_guest, box=box_id)
+                undo.push(guest.close)
+                await self._hear(machine, guest)
+                await guest.identify(start.identity)
+                marks["agent"] = time.perf_counter()
+                box = Box(box_id, machine, guest, cgroup, list(start.layers))
+                undo.keep()
+            last = begun
+            for name, mark in marks.items():
+                box.steps_ms[name] = (mark - last) * 1e3
+                last = mark
+            box.start_ms = (last - begun) * 1e3
+            return box
+
+    async def end(self, box: Box) -> None:
+        """Kill a box and remove all of it. Idempotent; every step is tried whatever fails."""
+        await box.guest.close()
+        await _within(self.engine.kill(box.machine))
+        await self.remove(box.id)
+
+    async def remove(self, box_id: str) -> None:
+        """Remove what a box whose processes are gone left on the host."""
+        await _within(self.disks.remove_box(box_id))
+        cgroup = self.cgroups.find(box_id)
+        if cgroup is not None:
+            await _within(cgroup.delete())
+        await asyncio.to_thread(rmtree, self.box_dir(box_id))
+
+    async def freeze(self, box: Box, layer: str, image: str | None) -> Frozen:
+        """Save the memory (unless ``image`` is None) and the disk of ``box`` as of one moment.
+
+        The box goes on afterwards, also when this fails: memory that cannot be saved costs
+        the snapshot, never the sandbox.
+
+        Args:
+            layer: Id of the layer to make of its disk.
+            image: Name of the memory image to make; published by the caller.
+
+        Raises:
+            ConflictError: an open file that was deleted is in the way; names the files.
+            CapacityError: the disk is full.
+            SandboxLostError: the machine died meanwhile.
+        """
+        dirty_mb = await self._write_out(box)
+        quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
+        paused = time.perf_counter()
+        try:
+            done = await asyncio.shield(self.tg.create_task(self._while_paused(box, layer, image)))
+        except ConflictError as error:
+            raise await self._deleted_files(box, error) from error
+        except (OSError, InternalError) as error:
+            if box.machine.died.is_set():
+                raise SandboxLostError("the sandbox died while it was frozen") from error
+            raise
+        finally:
+            paused_ms = (time.perf_counter() - paused) * 1e3
+            box.guest.unquiesce()
+        memory_bytes = done.size_bytes if done else 0
+        return Frozen(
+            layer,
+            done.dir if done else None,
+            done.fingerprint if done else "",
+            memory_bytes,
+            paused_ms,
+            dirty_mb,
+            quiesced,
+        )
+
+    async def _while_paused(self, box: Box, layer: str, image: str | None) -> Any:
+        """The part for which the guest stands still; a task of its own, so that no
+        cancellation leaves the guest paused."""
+        await self.engine.pause(box.machine)
+        try:
+            async with _Undo() as undo:
+                saved = None
+                if image is not None:
+                    directory = self.images.temporary(image)
+                    undo.push(asyncio.to_thread, rmtree, directory)
+                    # Memory first: saving it writes the guest's cached file data to the disk.
+                    saved = await self.engine.save(box.machine, directory)
+                undo.push(self.disks.drop_layer, layer)
+                await self.disks.seal(box.id, layer)
+                undo.keep()
+                return saved
+        finally:
+            with contextlib.suppress(OSError):
+                await self.engine.resume(box.machine)
+
+    async def _write_out(self, box: Box) -> float:
+        """Write the dirty part of the disk while the guest runs; returns what was left, in MiB."""
+        dirty = 0.0
+        for _ in range(SYNC_ROUNDS):
+            dirty = self.dirty_mb(box)
+            if dirty < DIRTY_MB:
+                break
+            await self.disks.sync_box(box.id)
+        return min(dirty, self.dirty_mb(box))
+
+    def dirty_mb(self, box: Box) -> float:
+        """File data of the box that is not on the disk yet, in MiB."""
+        return self.disks.dirty_mb(box.id, box.cgroup)
+
+    async def _deleted_files(self, box: Box, error: ConflictError) -> ConflictError:
+        """``error`` with the names of the files and processes that stand in the way."""
+        with contextlib.suppress(ForkyardError):
+            found = await box.guest.deleted_files()
+            if found:
+                listed = ", ".join(f"{path} (held by {who} [{pid}])" for path, pid, who in found[:8])
+                return ConflictError(
+                    f"the memory cannot be saved: deleted files are still open: {listed}",
+                    hint="end those processes, keep such files in /tmp, use memory=False, "
+                    "or install the newest runsc (forkyard setup --newest)",
+                )
+        return error
+
+    async def reattach(self, box_id: str, record: dict[str, Any], start: Start) -> Box | None:
+        """The box that an earlier daemon left running, or None if it is gone."""
+        rootfs = self.box_dir(box_id) / "rootfs"
+        cgroup = self.cgroups.find(box_id)
+        spec = self._spec(box_id, rootfs, start, cgroup)
+        machine = await self.engine.reattach(spec, record)
+        if machine is None:
+            return None
+        # The daemon may have died inside a freeze; resuming a running guest is an error
+        # that means nothing.
+        with contextlib.suppress(ForkyardError, OSError):
+            await self.engine.resume(machine)
+        guest = Guest(machine.to_guest, machine.from_guest, box=box_id)
+        try:
+            await self._hear(machine, guest)
+        except BaseException:
+            await guest.close()
+            await self.engine.kill(machine)
+            raise
+        return Box(box_id, machine, guest, cgroup, list(start.layers))
+
+    async def _hear(self, machine: Machine, guest: Guest) -> None:
+        """Attach to the agent, or fail as soon as the machine dies."""
+
+        async def watch() -> None:
+            await machine.died.wait()
+            guest.lost(SandboxLostError("the sandbox's main process ended"))
+
+        watcher = self.tg.create_task(watch())
+        try:
+            await guest.attach(self.tg, timeout_s=ATTACH_TIMEOUT_S)
+        except BaseException:
+            watcher.cancel()
+            raise
+
+    def _spec(self, box_id: str, rootfs: Path, start: Start, cgroup: CgroupBox | None) -> MachineSpec:
+        limits = start.limits
+        return MachineSpec(
+            box=box_id,
+            dir=self.box_dir(box_id),
+            rootfs=rootfs,
+            agent=self.agent_dir(start.agent),
+            mem_mb=limits.shape_mem_mb,
+            disk_mb=limits.shape_disk_mb,
+            processes=limits.processes,
+            wrap=cgroup.join_argv if cgroup else list,
+        )
+
+    async def _make_cgroup(self, undo: _Undo, box_id: str, limits: Limits) -> CgroupBox | None:
+        if not self.cgroups.available:
+            return None
+        cgroup = self.cgroups.create(
+            box_id,
+            mem_mb=limits.mem_mb,
+            mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
+            cpus=limits.cpus,
+            # Host processes per guest process, plus the sentry's own threads.
+            pids=4 * limits.processes + 400,
+        )
+        undo.push(cgroup.delete)
+        return cgroup
+
+
+class _Undo:
+    """Undo steps in reverse order unless :meth:`keep` is called; each with a deadline, none skipped."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def push(self, step: Any, *args: Any) -> None:
+        self._steps.append((step, args))
+
+    def keep(self) -> None:
+        self._steps.clear()
+
+    async def __aenter__(self) -> _Undo:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        while self._steps:
+            step, args = self._steps.pop()
+            await _within(step(*args))
+
+
+async def _within(step: Any) -> None:
+    """Finish ``step`` (a coroutine) within the undo deadline, however often the caller is
+    cancelled; its failure is logged, since the next steps matter more."""
+    import logging
+
+    try:
+        async with asyncio.timeout(UNDO_DEADLINE_S):
+            await step
+    except (ForkyardError, OSError, TimeoutError) as error:
+        logging.getLogger("forkyard.yard").error("undo step failed: %r", error)
+
+
+def identity(name: str, sandbox: str, *, fork: bool, generation: int) -> Identity:
+    """A new identity for a machine: host name, machine id, fork id and fresh randomness."""
+    return Identity(
+        hostname=names.host_name(name),
+        machine_id=secrets.token_hex(16),
+        fork_id=sandbox,
+        fork=fork,
+        entropy=secrets.token_bytes(64),
+        time_ns=time.time_ns(),
+        generation=generation,
+    )
+
+
+def no_room(error: OSError) -> ForkyardError:
+    """The error for an operating system's "disk full"."""
+    return CapacityError(f"the disk is full: {error}", hint="delete snapshots or sandboxes")

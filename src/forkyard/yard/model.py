@@ -1,0 +1,214 @@
+"""What the yard knows of each sandbox and snapshot: the part on disk and the part in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from forkyard.engines.base import Machine
+from forkyard.guest import Guest
+from forkyard.requests import Lease
+from forkyard.types import CheckpointInfo, Failure, SandboxInfo, SnapshotInfo
+
+HOST = platform.node() or "localhost"
+LIVE = ("creating", "running", "stopped", "failed")
+
+
+class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A sandbox as the catalog keeps it.
+
+    ``layers`` are the read-only layers under its disk, top first; ``checkpoint`` is the newest
+    checkpoint among the ancestors of its present state; ``resume`` the hidden snapshot that a
+    stopped sandbox starts from; ``napping`` that it was stopped for being idle and that the
+    next call starts it. ``deadline`` is in seconds of the boot-time clock of ``boot_id``.
+    """
+
+    id: str
+    name: str
+    state: str
+    engine: str
+    template: str | None = None
+    snapshot: str | None = None
+    parent: str | None = None
+    checkpoint: str | None = None
+    type: str
+    cpus: float
+    mem_mb: int
+    disk_mb: int
+    user: str
+    workdir: str
+    env: dict[str, str] = {}
+    egress: str = "deny"
+    egress_allow: list[str] = []
+    labels: dict[str, str] = {}
+    ttl_min: float | None = None
+    auto_stop_min: float | None = None
+    ephemeral: bool = False
+    created_at: float
+    expires_at: float | None = None
+    deadline: float | None = None
+    boot_id: str = ""
+    resumed_from: str | None = None
+    memory_restored: bool = False
+    tainted: bool = False
+    start_ms: float = 0.0
+    failure: dict[str, str] | None = None
+    box: str = ""
+    layers: list[str] = []
+    machine: dict[str, Any] | None = None
+    agent: str = ""
+    resume: str | None = None
+    napping: bool = False
+    lease: Lease | None = None
+    generation: int = 0
+
+    def set_ttl(self, ttl_min: float | None, boot_id: str) -> None:
+        """Let it expire ``ttl_min`` minutes from now, or never."""
+        self.ttl_min = ttl_min
+        self.boot_id = boot_id
+        self.expires_at = None if ttl_min is None else time.time() + ttl_min * 60
+        self.deadline = None if ttl_min is None else boot_clock() + ttl_min * 60
+
+
+class SnapshotDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A snapshot as the catalog keeps it; ``kind`` is snapshot, fork, checkpoint or stop.
+
+    ``image`` names its memory image's directory, if it has one. What a sandbox started from
+    it inherits (type, limits, env, user) stands in ``inherits``.
+    """
+
+    id: str
+    kind: str
+    sandbox: str
+    name: str | None = None
+    parent: str | None = None
+    labels: dict[str, str] = {}
+    layers: list[str]
+    image: str | None = None
+    fingerprint: str = ""
+    agent: str = ""
+    engine: str
+    size_bytes: int = 0
+    memory_bytes: int = 0
+    created_at: float
+    paused_ms: float = 0.0
+    dirty_mb: float = 0.0
+    quiesced: bool = True
+    verified: bool = False
+    inherits: dict[str, Any] = {}
+
+
+@dataclass(slots=True)
+class Sandbox:
+    """A live sandbox: its document, and what runs of it.
+
+    ``lock`` is held by whatever changes its machine (start, freeze, rewind, stop, delete);
+    commands only need the machine to be there. ``doomed`` tells a creation under way that a
+    delete waits for it.
+    """
+
+    doc: SandboxDoc
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    machine: Machine | None = None
+    guest: Guest | None = None
+    doomed: bool = False
+    creating: asyncio.Task[Any] | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    last_active: float = field(default_factory=time.time)
+    active_calls: int = 0
+    idle_since: float = field(default_factory=time.monotonic)
+    guest_cpu_ms: float = 0.0
+    memory_watch: Any = None
+
+    @property
+    def id(self) -> str:
+        return self.doc.id
+
+    def touch(self) -> None:
+        """Note that somebody used it."""
+        self.last_active = time.time()
+        self.idle_since = time.monotonic()
+
+    def signal(self) -> None:
+        """Wake everybody who waits for its state to change."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def info(self) -> SandboxInfo:
+        """The public view."""
+        doc = self.doc
+        failure = doc.failure
+        return SandboxInfo(
+            id=doc.id,
+            name=doc.name,
+            state=doc.state,  # type: ignore[arg-type]
+            engine=doc.engine,
+            host=HOST,
+            template=doc.template,
+            snapshot=doc.snapshot,
+            parent=doc.parent,
+            checkpoint=doc.checkpoint,
+            type=doc.type,
+            cpus=doc.cpus,
+            mem_mb=doc.mem_mb,
+            disk_mb=doc.disk_mb,
+            user=doc.user,
+            workdir=doc.workdir,
+            egress=doc.egress,
+            egress_allow=list(doc.egress_allow),
+            labels=dict(doc.labels),
+            ttl_min=doc.ttl_min,
+            auto_stop_min=doc.auto_stop_min,
+            ephemeral=doc.ephemeral,
+            created_at=doc.created_at,
+            last_active_at=self.last_active,
+            expires_at=doc.expires_at,
+            resumed_from=doc.resumed_from,
+            memory_restored=doc.memory_restored,
+            tainted=doc.tainted,
+            start_ms=doc.start_ms,
+            failure=Failure(failure["code"], failure["message"], failure["cause"]) if failure else None,
+        )
+
+
+def snapshot_info(doc: SnapshotDoc, exclusive_bytes: int) -> SnapshotInfo:
+    """The public view of a snapshot."""
+    return SnapshotInfo(
+        id=doc.id,
+        name=doc.name,
+        source=doc.sandbox,
+        labels=dict(doc.labels),
+        size_bytes=doc.size_bytes,
+        exclusive_bytes=exclusive_bytes,
+        memory=doc.image is not None,
+        engine=doc.engine,
+        created_at=doc.created_at,
+        paused_ms=doc.paused_ms,
+        dirty_mb=doc.dirty_mb,
+        verified=doc.verified,
+    )
+
+
+def checkpoint_info(doc: SnapshotDoc) -> CheckpointInfo:
+    """The public view of a checkpoint."""
+    return CheckpointInfo(
+        id=doc.id,
+        label=doc.name,
+        sandbox=doc.sandbox,
+        parent=doc.parent,
+        memory=doc.image is not None,
+        size_bytes=doc.size_bytes,
+        created_at=doc.created_at,
+        paused_ms=doc.paused_ms,
+        dirty_mb=doc.dirty_mb,
+    )
+
+
+def boot_clock() -> float:
+    """Seconds since boot, suspended time included: what deadlines are measured by."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
