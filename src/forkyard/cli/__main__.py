@@ -1,0 +1,5 @@
+"""``python -m forkyard.cli``."""
+
+from forkyard.cli.main import main
+
+main()

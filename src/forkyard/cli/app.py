@@ -1,0 +1,78 @@
+"""What every verb shares: the client, made when first needed, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forkyard import errors
+
+if TYPE_CHECKING:
+    from forkyard import Client
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_TIMED_OUT = 124
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+EXIT_BY_CODE = {
+    "invalid_request": EXIT_USAGE,
+    "not_found": 3,
+    "conflict": 4,
+    "capacity": 5,
+    "unavailable": 6,
+}
+
+
+class App:
+    """The object behind click's context.
+
+    Args:
+        client: A client to use instead of one made from the configuration.
+        debug: Whether an unexpected error shows its traceback.
+    """
+
+    def __init__(self, client: Any = None, *, debug: bool = False) -> None:
+        self._client = client
+        self.debug = debug
+
+    @property
+    def client(self) -> Client:
+        """The client; making it may start the daemon."""
+        if self._client is None:
+            from forkyard import Client
+
+            self._client = Client()
+        return self._client
+
+    def close(self) -> None:
+        """Close the client if one was made."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+pass_app = click.make_pass_decorator(App)
+
+
+def exit_code(error: errors.ForkyardError) -> int:
+    """The exit code that stands for ``error``."""
+    return EXIT_BY_CODE.get(error.code, EXIT_FAILED)
+
+
+def report(message: str, hint: str = "") -> None:
+    """One line on stderr that says what failed, one that says what to do."""
+    text = f"forkyard: {' '.join(message.split())}\n"
+    if hint:
+        text += f"hint: {' '.join(hint.split())}\n"
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def note(message: str) -> None:
+    """Progress: a line on stderr."""
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
