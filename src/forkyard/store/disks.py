@@ -1,0 +1,477 @@
+"""Disks of sandboxes: read-only layers, shared by all, under one writable upper each.
+
+On disk, all of it below the home::
+
+    store.img               the btrfs filesystem, unless the home already lies on one
+    store/                  where it is mounted
+      layers/<layer>/up     a sealed layer (the volume around it is read-only)
+      layers/<layer>.json   what is known about it, or where an external one lies
+      boxes/<box>/{up,wk}   a box's upper and overlayfs' work directory
+      tmp/                  whatever a crash leaves here goes at the next start
+    boxes/<box>/rootfs      a box's root, mounted: its layers under its upper
+
+The overlays are mounted *volatile*: a guest's fsync costs nothing, because an upper means
+nothing after a reboot (its sandbox goes back to its last snapshot), and a snapshot writes
+everything out itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from forkyard.errors import CapacityError, ConflictError, InternalError, UnsupportedError
+from forkyard.host import files, mounts
+from forkyard.store.backend import Backend, BtrfsBackend, PlainBackend
+from forkyard.store.btrfs import Volume, is_btrfs
+from forkyard.store.layers import Layers, Source
+from forkyard.store.loopfile import GIB, LoopFile
+
+__all__ = ["BoxDisk", "DiskStore", "Space", "Stray"]
+
+T = TypeVar("T")
+_MIB = 1 << 20
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_LAYERS = 499
+# below this the store takes no new box and no new seal
+_FLOOR = 128 * _MIB
+# what a box may write however much of its limit its layers hold already
+_LEAST_LIMIT_MB = 64
+_WATCH_S = 1.0
+
+
+class _Settings(Protocol):
+    @property
+    def store_gb(self) -> int: ...
+
+
+class _DirtySource(Protocol):
+    def dirty_mb(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BoxDisk:
+    """A box's disk: mounted on ``rootfs``; ``volume`` is what a seal seals."""
+
+    box: str
+    rootfs: Path
+    volume: Path
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room for disks, in MiB: free now, and what the store may still grow by."""
+
+    free_mb: int
+    growth_mb: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Something that nothing owns: a ``box`` or a ``layer``, by its id."""
+
+    kind: Literal["box", "layer"]
+    name: str
+
+
+class DiskStore:
+    """All disks of one home.
+
+    Args:
+        home: FORKYARD_HOME; it exists, and its lock is held.
+        settings: ``store_gb`` is what the store may grow to where it lives in a file.
+        plain: Do without btrfs: seals copy, nothing enforces ``disk_mb`` but a watch.
+
+    Attributes:
+        kind: ``"btrfs"`` or ``"plain"``, after :meth:`open`.
+        plain_because: Why it is plain, for the doctor.
+        on_over: Called on the loop with (box, used MiB) when a box is over its limit and no
+            quota stops it.
+    """
+
+    kind: Literal["btrfs", "plain"]
+
+    def __init__(self, home: Path, settings: _Settings, *, plain: bool = False) -> None:
+        self.home = Path(os.path.realpath(home))
+        self.root = self.home / "store"
+        self.plain_because = "asked for" if plain else ""
+        self.on_over: Callable[[str, float], None] = lambda box, used_mb: None
+        self._plain = plain
+        self._file: LoopFile | None = None
+        self._max_bytes = settings.store_gb * GIB
+        self._backend: Backend | None = None
+        self._layers: Layers | None = None
+        self._limits: dict[str, int] = {}
+        self._measured: dict[str, int] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._grow_lock = asyncio.Lock()
+
+    # -- life
+
+    async def open(self) -> None:
+        """Make and mount the store if need be, and clear what a crash left in ``tmp``.
+
+        Raises:
+            CapacityError: no room for the store's file.
+            UnsupportedError: mkfs.btrfs is missing (a machine without loop devices or btrfs
+                gets a plain store instead).
+        """
+        self._pool = ThreadPoolExecutor(6, thread_name_prefix="disks")
+        backend = None if self._plain else await self._open_btrfs()
+        for name in ("layers", "boxes", "tmp"):
+            (self.root / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.home / "boxes").mkdir(mode=0o700, exist_ok=True)
+        self._backend = backend or PlainBackend(self.root, self.root / "tmp")
+        self.kind = self._backend.kind
+        self._layers = Layers(self.root / "layers", self.root / "tmp", self._backend)
+        await self._thread(self._clear_tmp)
+
+    async def _open_btrfs(self) -> Backend | None:
+        if is_btrfs(self.home):
+            # the user's own filesystem: its quotas are the user's to turn on
+            self.root.mkdir(mode=0o700, exist_ok=True)
+            return BtrfsBackend(Volume(self.root), self.root / "tmp")
+        self._file = LoopFile(self.home / "store.img", self.root, self._max_bytes)
+        try:
+            await self._file.ensure()
+        except UnsupportedError as error:
+            if self._file.path.exists() or "mkfs" in error.message:
+                raise  # there are disks in it, or all that is missing is a package
+            self._file, self.plain_because = None, str(error)
+            return None
+        volume = Volume(self.root)
+        try:
+            await self._thread(volume.enable_quota)
+            await self._thread(self._file.grow, volume)
+        except BaseException:
+            volume.close()
+            raise
+        return BtrfsBackend(volume, self.root / "tmp")
+
+    async def close(self, *, unmount: bool | None = None) -> None:
+        """Let go of the store. By default it is unmounted if no box is left on it. Idempotent."""
+        if self._backend is None:
+            return
+        if unmount is None:
+            unmount = not any((self.root / "boxes").iterdir())
+        self._backend.close()
+        self._backend = self._layers = None
+        if unmount and self._file is not None:
+            await self._thread(self._file.close)
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def start(self, tg: asyncio.TaskGroup) -> None:
+        """Keep room ahead of what is written, and watch limits where no quota does, until cancelled."""
+        tg.create_task(self._watch(), name="disk store")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            with contextlib.suppress(OSError):
+                await self._have_room(2 * GIB)
+            if self.quota == "none":
+                await self._measure()
+
+    async def _measure(self) -> None:
+        """Measure boxes without quotas, each at most a tenth of the time."""
+        for box, limit_mb in list(self._limits.items()):
+            begin = time.monotonic()
+            used = await self._thread(files.tree_bytes, self._volume(box) / "up")
+            if box not in self._limits:
+                continue
+            self._measured[box] = used
+            if used > limit_mb * _MIB:
+                self.on_over(box, used / _MIB)
+            await asyncio.sleep(9 * (time.monotonic() - begin))
+
+    # -- what the rest needs
+
+    @property
+    def backend(self) -> Backend:
+        if self._backend is None:
+            raise InternalError("the disk store is not open")
+        return self._backend
+
+    @property
+    def layers(self) -> Layers:
+        if self._layers is None:
+            raise InternalError("the disk store is not open")
+        return self._layers
+
+    @property
+    def quota(self) -> str:
+        """What enforces ``disk_mb``: ``simple``, ``groups`` or ``none`` (a watch)."""
+        return self.backend.quota
+
+    def _volume(self, box: str) -> Path:
+        if not _ID.fullmatch(box):
+            raise InternalError(f"not a box id: {box!r}")
+        return self.root / "boxes" / box
+
+    def rootfs(self, box: str) -> Path:
+        """Where a box's root is mounted."""
+        return self.home / "boxes" / box / "rootfs"
+
+    async def _thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run ``function`` in a thread. A cancellation takes effect when it has ended, so that
+        whoever undoes it never meets it still at work."""
+        future = asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._full(str(error)) from error
+            raise
+
+    async def _have_room(self, wanted: int) -> bool:
+        """Whether ``wanted`` bytes can be written, after growing if that helps."""
+        if self.backend.free_bytes() >= wanted:
+            return True
+        if self._file is None or not isinstance(self.backend, BtrfsBackend):
+            return False
+        async with self._grow_lock:
+            return await self._thread(self._file.grow, self.backend.volume, wanted)
+
+    def _full(self, why: str = "") -> CapacityError:
+        space = self.space()
+        words = f"the disk store is full: {space.free_mb} MiB free, it may grow by {space.growth_mb} MiB"
+        return CapacityError(
+            f"{words}; {why}" if why else words,
+            hint="delete sandboxes and snapshots, or raise store_gb",
+            retryable=True,
+        )
+
+    def space(self) -> Space:
+        """Room for disks, for admission."""
+        growth = 0
+        if self._file is not None and isinstance(self.backend, BtrfsBackend):
+            growth = self._file.growth_bytes(self.backend.volume)
+        return Space(self.backend.free_bytes() >> 20, growth >> 20)
+
+    async def reclaim(self) -> None:
+        """Hurry the return of deleted space (it otherwise takes seconds)."""
+        await self._thread(self.backend.reclaim)
+
+    # -- boxes
+
+    async def create_box(self, box: str, layers: list[str], disk_mb: int) -> BoxDisk:
+        """Make a box's disk: an empty upper on ``layers`` (top first), limited and mounted.
+
+        The limit is ``disk_mb`` less what the private layers below hold already.
+
+        Raises:
+            NotFoundError, CorruptSnapshotError: a layer is gone.
+            CapacityError: no room. Nothing is left behind after any error or cancellation.
+        """
+        volume = self._volume(box)
+        lowers = [self.layers.path(layer) for layer in layers]
+        if not lowers:
+            raise InternalError(f"box {box} has no layers")
+        if len(lowers) > _MAX_LAYERS:
+            raise InternalError(f"box {box} has {len(lowers)} layers, the kernel takes {_MAX_LAYERS}")
+        if not await self._have_room(_FLOOR):
+            raise self._full()
+        limit_mb = max(disk_mb - self.layers.private_bytes(layers) // _MIB, _LEAST_LIMIT_MB)
+        try:
+            self._limits[box] = limit_mb
+            await self._thread(self._create, volume, lowers, self.rootfs(box), limit_mb)
+        except FileExistsError as error:
+            raise ConflictError(f"box {box} has a disk already") from error
+        except BaseException:
+            self._limits.pop(box, None)
+            with contextlib.suppress(OSError):
+                self._remove(box)
+            raise
+        return BoxDisk(box, self.rootfs(box), volume, tuple(layers))
+
+    def _create(self, volume: Path, lowers: list[Path], rootfs: Path, limit_mb: int) -> None:
+        self.backend.create(volume)
+        try:
+            upper = volume / "up"
+            upper.mkdir(mode=0o755)
+            (volume / "wk").mkdir(mode=0o700)
+            # the merged root shows the upper's owner and mode
+            root = os.stat(lowers[0])
+            os.chown(upper, root.st_uid, root.st_gid)
+            os.chmod(upper, stat.S_IMODE(root.st_mode))
+            self.backend.set_limit(volume, limit_mb * _MIB)
+            rootfs.parent.mkdir(mode=0o700, exist_ok=True)
+            rootfs.mkdir(mode=0o755, exist_ok=True)
+            mounts.mount_overlay(lowers, upper, volume / "wk", rootfs, volatile=True)
+        except FileExistsError as error:  # not the box's volume: that one is new
+            raise InternalError(f"leftovers in {volume}: {error}") from error
+
+    async def remount_box(self, box: str, layers: list[str]) -> BoxDisk:
+        """Mount an existing box's disk again (after a reboot)."""
+        lowers = [self.layers.path(layer) for layer in layers]
+        await self._thread(self._remount, self._volume(box), lowers, self.rootfs(box))
+        return BoxDisk(box, self.rootfs(box), self._volume(box), tuple(layers))
+
+    @staticmethod
+    def _remount(volume: Path, lowers: list[Path], rootfs: Path) -> None:
+        mounts.unmount(rootfs)
+        rootfs.mkdir(mode=0o755, parents=True, exist_ok=True)
+        files.rmtree(volume / "wk")  # a volatile mount refuses the work directory of the last one
+        (volume / "wk").mkdir(mode=0o700)
+        mounts.mount_overlay(lowers, volume / "up", volume / "wk", rootfs, volatile=True)
+
+    async def remove_box(self, box: str) -> None:
+        """Unmount and delete a box's disk and its directory in the home. Idempotent."""
+        self._limits.pop(box, None)
+        self._measured.pop(box, None)
+        await self._thread(self._remove, box)
+
+    def _remove(self, box: str) -> None:
+        volume = self._volume(box)
+        directory = self.home / "boxes" / box
+        mounts.unmount(directory / "rootfs")
+        self.backend.delete(volume)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.rmdir(directory / "rootfs")  # never a tree: it must be empty now
+        files.rmtree(directory)
+
+    async def sync_box(self, box: str) -> float:
+        """Write out what a box has dirty, while it runs; returns how long it took in ms."""
+        begin = time.perf_counter()
+        await self._thread(self.backend.write_out, self._volume(box))
+        return (time.perf_counter() - begin) * 1e3
+
+    def dirty_mb(self, box: str, cgroup: _DirtySource | None = None) -> float:
+        """MiB of file data of a box that a seal would have to write.
+
+        Exact with quotas. Otherwise what the box's cgroup has dirty, or the whole host if there
+        is none: too much rather than too little.
+        """
+        with contextlib.suppress(OSError):
+            dirty = self.backend.dirty(self._volume(box))
+            if dirty is not None:
+                return dirty / _MIB
+        if cgroup is not None:
+            return cgroup.dirty_mb()
+        with open("/proc/meminfo") as file:
+            return (
+                sum(int(line.split()[1]) for line in file if line.startswith(("Dirty:", "Writeback:"))) / 1024
+            )
+
+    def usage_mb(self, box: str) -> float:
+        """MiB charged to a box: what it wrote and what it or its snapshots still keep of that."""
+        with contextlib.suppress(OSError):
+            used = self.backend.usage(self._volume(box))
+            if used is not None:
+                return used / _MIB
+        return self._measured.get(box, 0) / _MIB
+
+    def is_full(self, box: str) -> bool:
+        """Whether a write in a box may have failed for want of space (within 2 MiB of its limit)."""
+        try:
+            limit = self.backend.limit(self._volume(box))
+        except OSError:
+            return False
+        if limit is None:
+            limit = self._limits.get(box, 1 << 40) * _MIB
+        near = self.usage_mb(box) * _MIB + 2 * _MIB >= limit
+        return near or self.backend.free_bytes() < 16 * _MIB
+
+    async def set_limit(self, box: str, disk_mb: int, layers: Iterable[str] = ()) -> None:
+        """Set a box's limit to ``disk_mb`` less what the private ones of ``layers`` hold."""
+        limit_mb = max(disk_mb - self.layers.private_bytes(layers) // _MIB, _LEAST_LIMIT_MB)
+        self._limits[box] = limit_mb
+        await self._thread(self.backend.set_limit, self._volume(box), limit_mb * _MIB)
+
+    # -- layers
+
+    async def seal(self, box: str, layer: str) -> None:
+        """Make ``layer`` of what a box's upper holds now; it is on disk when this returns.
+
+        Raises:
+            CapacityError: no room. ConflictError: there is such a layer. Nothing is left then.
+        """
+        if not await self._have_room(_FLOOR // 2):
+            raise self._full()
+        await self._thread(self.layers.seal, self._volume(box), layer)
+
+    async def import_layer(self, layer: str, source: Source) -> int:
+        """Make ``layer`` from a directory, a tar file, or an async callback that fills a directory.
+
+        Returns:
+            Its size in bytes.
+
+        Raises:
+            CapacityError, ConflictError as :meth:`seal`; InternalError with tar's words.
+        """
+        if not await self._have_room(_FLOOR):
+            raise self._full()
+        return await self.layers.import_(layer, source, self._thread)
+
+    async def reference_layer(self, layer: str, path: Path) -> None:
+        """Make ``layer`` stand for a read-only directory elsewhere, such as another home's layer.
+
+        Raises:
+            NotFoundError: ``path`` is no directory.
+        """
+        await self._thread(self.layers.reference, layer, path)
+
+    async def flatten(self, layers: list[str], into: str, below: list[str] | None = None) -> None:
+        """Merge ``layers`` (top first) into one new layer that shows the same above ``below``."""
+        if not await self._have_room(_FLOOR):
+            raise self._full()
+        await self._thread(self.layers.flatten, layers, into, below or [])
+
+    async def drop_layer(self, layer: str) -> None:
+        """Delete a layer; boxes that still have it mounted keep it until they go. Idempotent."""
+        await self._thread(self.layers.drop, layer)
+
+    def layer_path(self, layer: str) -> Path:
+        """The directory to mount as a lower.
+
+        Raises:
+            NotFoundError: no such layer. CorruptSnapshotError: an external one whose target is gone.
+        """
+        return self.layers.path(layer)
+
+    async def layer_bytes(self, layer: str) -> int:
+        """Bytes of a layer: exact for imported ones; for sealed ones what was charged to its box
+        then, which includes what older snapshots of that box keep."""
+        return await self._thread(self.layers.size, layer)
+
+    # -- leftovers
+
+    def _clear_tmp(self) -> None:
+        for path in (self.root / "tmp").iterdir():
+            self.backend.delete(path)
+
+    def stray(self, known_boxes: Iterable[str], known_layers: Iterable[str]) -> list[Stray]:
+        """What nothing owns: boxes on disk or mounted, and layers, other than the known ones."""
+        boxes, layers = set(known_boxes), set(known_layers)
+        found: set[str] = set()
+        for directory in (self.root / "boxes", self.home / "boxes"):
+            found.update(path.name for path in directory.iterdir() if path.is_dir())
+        result = [Stray("box", name) for name in sorted(found - boxes)]
+        return result + [Stray("layer", name) for name in sorted(self.layers.all() - layers)]
+
+    async def reap(self, strays: Iterable[Stray]) -> None:
+        """Remove strays; their processes must be gone."""
+        for stray in strays:
+            if stray.kind == "box":
+                await self.remove_box(stray.name)
+            else:
+                await self.drop_layer(stray.name)

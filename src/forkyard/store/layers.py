@@ -1,0 +1,181 @@
+"""Layers: sealed, imported, referenced, merged. Each is ``<layer>/up`` and a small record beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from forkyard.errors import ConflictError, CorruptSnapshotError, InternalError, NotFoundError
+from forkyard.host import files, process
+from forkyard.store.backend import Backend
+from forkyard.store.flatten import Merge
+
+__all__ = ["Layers", "Source"]
+
+Source = Path | Callable[[Path], Awaitable[None]]
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_IMPORT_TIMEOUT_S = 3600
+
+
+class Layers:
+    """The layers in one directory. Methods block, except the async ones."""
+
+    def __init__(self, root: Path, tmp: Path, backend: Backend) -> None:
+        self.root = root
+        self.tmp = tmp
+        self.backend = backend
+        self._records: dict[str, dict[str, Any]] = {}
+
+    # -- records
+
+    def _directory(self, layer: str) -> Path:
+        if not _ID.fullmatch(layer) or layer.endswith(".json"):
+            raise InternalError(f"not a layer id: {layer!r}")
+        return self.root / layer
+
+    def _record_path(self, layer: str) -> Path:
+        return self.root / f"{layer}.json"
+
+    def record(self, layer: str) -> dict[str, Any]:
+        """What is known of a layer; empty if nothing is."""
+        known = self._records.get(layer)
+        if known is None:
+            try:
+                known = json.loads(self._record_path(layer).read_bytes())
+            except (OSError, ValueError):
+                return {}
+            self._records[layer] = known
+        return known
+
+    def _write_record(self, layer: str, record: dict[str, Any], *, durable: bool) -> None:
+        files.write_atomic(self._record_path(layer), json.dumps(record), durable=durable)
+        self._records[layer] = record
+
+    def path(self, layer: str) -> Path:
+        """The directory to mount as a lower. See :meth:`DiskStore.layer_path` for what it raises."""
+        directory = self._directory(layer)
+        reference = self.record(layer).get("ref")
+        up = Path(reference) if reference else directory / "up"
+        if not up.is_dir():
+            if reference:
+                raise CorruptSnapshotError(
+                    f"layer {layer} refers to {reference}, which is gone",
+                    hint="put it back, or build the template again",
+                )
+            raise NotFoundError(f"no layer {layer} in this store")
+        return up
+
+    def all(self) -> set[str]:
+        """Ids of all layers, also of those of which only the record is left."""
+        found = set()
+        for entry in os.scandir(self.root):
+            if not entry.name.startswith("."):
+                found.add(entry.name.removesuffix(".json"))
+        return found
+
+    def size(self, layer: str) -> int:
+        """Bytes of a layer; see :meth:`DiskStore.layer_bytes`."""
+        record = self.record(layer)
+        known = record.get("bytes")
+        if known is None:
+            known = files.tree_bytes(self.path(layer))
+            if record:
+                self._write_record(layer, {**record, "bytes": known}, durable=False)
+        return int(known)
+
+    def private_bytes(self, layers: Iterable[str]) -> int:
+        """Bytes that the sealed ones among ``layers`` hold together, as far as they are known."""
+        records = (self.record(layer) for layer in layers)
+        return sum(int(record.get("bytes") or 0) for record in records if record.get("private"))
+
+    def _check_new(self, layer: str) -> Path:
+        directory = self._directory(layer)
+        if directory.exists() or (self.record(layer).get("ref") and self._record_path(layer).exists()):
+            raise ConflictError(f"layer {layer} exists already")
+        return directory
+
+    # -- making
+
+    def seal(self, volume: Path, layer: str) -> None:
+        """Make ``layer`` of what ``volume`` holds."""
+        directory = self._check_new(layer)
+        # the seal itself commits the record with it, so writing it costs no flush of its own
+        self._write_record(layer, {"private": True, "bytes": self.backend.usage(volume)}, durable=False)
+        try:
+            self.backend.seal(volume, directory)
+        except BaseException:
+            self._forget(layer)
+            raise
+
+    async def import_(self, layer: str, source: Source, thread: Callable[..., Awaitable[Any]]) -> int:
+        """Make ``layer`` from ``source``; see :meth:`DiskStore.import_layer`."""
+        self._check_new(layer)
+        volume = self.tmp / f"import-{secrets.token_hex(8)}"
+        await thread(self._prepare, volume)
+        up = volume / "up"
+        try:
+            if callable(source):
+                await source(up)
+            elif await thread(source.is_dir):
+                argv = ["cp", "-a", "--reflink=auto", "--", f"{source}/.", f"{up}/"]
+                await process.run(argv, timeout_s=_IMPORT_TIMEOUT_S, check=True)
+            else:
+                xattrs = ["--xattrs", "--xattrs-include=*", "--acls"]
+                argv = ["tar", "-xpf", f"{source}", "--numeric-owner", "--same-owner", *xattrs, "-C", f"{up}"]
+                await process.run(argv, timeout_s=_IMPORT_TIMEOUT_S, check=True)
+            return int(await thread(self._finish, volume, layer, {"private": False}))
+        finally:
+            await thread(self.backend.delete, volume)
+
+    def _prepare(self, volume: Path) -> None:
+        self.backend.create(volume)
+        (volume / "up").mkdir(mode=0o755)
+
+    def _finish(self, volume: Path, layer: str, record: dict[str, Any]) -> int:
+        """Seal a filled volume as ``layer``; returns its size."""
+        directory = self._check_new(layer)
+        size = files.tree_bytes(volume / "up")
+        self._write_record(layer, {**record, "bytes": size}, durable=False)
+        try:
+            self.backend.seal(volume, directory)
+        except BaseException:
+            self._forget(layer)
+            raise
+        return size
+
+    def reference(self, layer: str, path: Path) -> None:
+        """Make ``layer`` stand for the directory ``path``."""
+        if not path.is_dir():
+            raise NotFoundError(f"{path} is no directory that layer {layer} could stand for")
+        self._check_new(layer)
+        self._write_record(layer, {"ref": os.path.realpath(path), "private": False}, durable=True)
+
+    def flatten(self, layers: list[str], into: str, below: list[str]) -> None:
+        """Merge ``layers`` (top first) into the new layer ``into``."""
+        self._check_new(into)
+        paths = [self.path(layer) for layer in layers]
+        volume = self.tmp / f"flatten-{secrets.token_hex(8)}"
+        self._prepare(volume)
+        try:
+            Merge(volume / "up", [self.path(layer) for layer in below]).apply(paths)
+            private = any(self.record(layer).get("private") for layer in layers)
+            self._finish(volume, into, {"private": private})
+        finally:
+            self.backend.delete(volume)
+
+    # -- removing
+
+    def _forget(self, layer: str) -> None:
+        self._records.pop(layer, None)
+        self._record_path(layer).unlink(missing_ok=True)
+
+    def drop(self, layer: str) -> None:
+        """Delete a layer. Idempotent; the target of a reference stays."""
+        self.backend.delete(self._directory(layer))
+        self._forget(layer)

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from forkyard.errors import CapacityError, ConflictError, CorruptSnapshotError, InternalError, NotFoundError
+from forkyard.host import mounts
+from forkyard.store.disks import DiskStore, Stray
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("clean_host")]
+
+
+@dataclasses.dataclass
+class _Settings:
+    store_gb: int = 2
+
+
+async def _base(store: DiskStore, name: str = "base") -> str:
+    async def fill(directory: Path) -> None:
+        (directory / "etc").mkdir()
+        (directory / "etc" / "hostname").write_text("base")
+        (directory / "gone").write_text("x")
+        (directory / "opq").mkdir()
+        (directory / "opq" / "old").write_text("1")
+        os.chmod(directory, 0o711)
+
+    await store.import_layer(name, fill)
+    return name
+
+
+@pytest_asyncio.fixture(params=["btrfs", "plain"])
+async def store(request, tmp_home):
+    disks = DiskStore(tmp_home, _Settings(), plain=request.param == "plain")
+    await disks.open()
+    assert disks.kind == request.param
+    yield disks
+    for stray in disks.stray([], []):
+        await disks.reap([stray])
+    await disks.close()
+
+
+def _sh(script: str, cwd: Path) -> None:
+    subprocess.run(["sh", "-ec", script], cwd=cwd, check=True)
+
+
+async def test_box_seal_fork_and_removal(store):
+    base = await _base(store)
+    one = await store.create_box("bx1", [base], 500)
+    assert mounts.is_mount(one.rootfs) and stat.S_IMODE(one.rootfs.stat().st_mode) == 0o711
+    (one.rootfs / "etc" / "hostname").write_text("changed")
+    os.unlink(one.rootfs / "gone")
+    await store.seal("bx1", "l1")
+    (one.rootfs / "later").write_text("not in the fork")
+    two = await store.create_box("bx2", ["l1", base], 500)
+    assert (two.rootfs / "etc" / "hostname").read_text() == "changed"
+    assert sorted(os.listdir(two.rootfs)) == ["etc", "opq"]
+    (two.rootfs / "mine").write_text("2")
+    assert not (one.rootfs / "mine").exists()
+    with pytest.raises(ConflictError):
+        await store.create_box("bx1", [base], 500)
+    with pytest.raises(ConflictError):
+        await store.seal("bx1", "l1")
+    assert (one.rootfs / "later").exists()
+    for box in ("bx1", "bx2", "bx2", "never"):
+        await store.remove_box(box)
+    assert not one.volume.exists() and not one.rootfs.parent.exists()
+    assert store.layer_path("l1").is_dir()
+    await store.drop_layer("l1")
+    await store.drop_layer("l1")
+    with pytest.raises(NotFoundError):
+        store.layer_path("l1")
+
+
+async def test_a_layer_outlives_in_the_boxes_that_have_it(store):
+    base = await _base(store)
+    await store.create_box("bx1", [base], 500)
+    await store.seal("bx1", "l1")
+    two = await store.create_box("bx2", ["l1", base], 500)
+    assert (two.rootfs / "gone").read_text() == "x"
+
+
+async def test_sync_dirty_and_usage(store):
+    base = await _base(store)
+    box = await store.create_box("bx1", [base], 500)
+    (box.rootfs / "big").write_bytes(os.urandom(20 << 20))
+    assert store.dirty_mb("bx1") > 0
+    assert await store.sync_box("bx1") > 0
+    if store.quota == "simple":
+        assert store.dirty_mb("bx1") < 1
+        assert 20 <= store.usage_mb("bx1") < 22
+    assert store.dirty_mb("never") >= 0
+    assert not store.is_full("bx1") and not store.is_full("never")
+    await store.seal("bx1", "l1")
+    assert 20 << 20 <= await store.layer_bytes("l1") < 22 << 20
+
+
+async def test_quota_binds_the_guest_and_not_the_seal(store):
+    if store.quota == "none":
+        pytest.skip("no quotas here")
+    base = await _base(store)
+    box = await store.create_box("bx1", [base], 100)
+
+    def fill() -> int:
+        written = 0
+        with open(box.rootfs / "big", "wb", buffering=0) as file:
+            try:
+                while True:
+                    written += file.write(b"x" * (1 << 20))
+            except OSError:
+                return written >> 20
+
+    assert 95 <= fill() <= 100
+    assert store.is_full("bx1")
+    await store.seal("bx1", "l1")
+    # the fork has what is left beside its chain, or the least there is
+    fork = await store.create_box("bx2", ["l1", base], 130)
+    assert not store.is_full("bx2")
+    with pytest.raises(OSError):
+        (fork.rootfs / "more").write_bytes(os.urandom(70 << 20))
+    await store.set_limit("bx1", 200)
+    assert not store.is_full("bx1")
+    (box.rootfs / "more").write_bytes(os.urandom(50 << 20))
+
+
+async def test_without_quotas_a_watch_tells(tmp_home):
+    store = DiskStore(tmp_home, _Settings(), plain=True)
+    await store.open()
+    over: asyncio.Future[tuple[str, float]] = asyncio.get_running_loop().create_future()
+    store.on_over = lambda box, used: None if over.done() else over.set_result((box, used))
+    try:
+        box = await store.create_box("bx1", [await _base(store)], 64)
+        (box.rootfs / "big").write_bytes(os.urandom(70 << 20))
+        async with asyncio.TaskGroup() as tg:
+            watch = tg.create_task(_watched(tg, store, over))
+            await watch
+        assert over.result()[0] == "bx1" and over.result()[1] >= 70 and store.is_full("bx1")
+    finally:
+        await store.remove_box("bx1")
+        await store.close()
+
+
+async def _watched(tg: asyncio.TaskGroup, store: DiskStore, over: asyncio.Future) -> None:
+    class Group:
+        def create_task(self, coroutine, name=None):
+            self.task = tg.create_task(coroutine)
+
+    group = Group()
+    store.start(group)
+    async with asyncio.timeout(20):
+        await over
+    group.task.cancel()
+
+
+async def test_imports(store, tmp_path):
+    tree = tmp_path / "tree"
+    (tree / "bin").mkdir(parents=True)
+    (tree / "bin" / "tool").write_text("#!")
+    (tree / "bin" / "tool").chmod(0o4755)
+    os.link(tree / "bin" / "tool", tree / "bin" / "same")
+    os.chown(tree / "bin", 12, 34)
+    _sh("tar -cf ../t.tar .", tree)
+    for layer, source in (("from-dir", tree), ("from-tar", tmp_path / "t.tar")):
+        assert await store.import_layer(layer, source) > 0
+        up = store.layer_path(layer)
+        info = (up / "bin" / "tool").stat()
+        assert stat.S_IMODE(info.st_mode) == 0o4755 and info.st_nlink == 2
+        assert (up / "bin").stat().st_uid == 12
+    with pytest.raises(InternalError, match="tar"):
+        await store.import_layer("broken", tree / "bin" / "tool")
+
+    async def fail(directory: Path) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError):
+        await store.import_layer("broken", fail)
+    assert store.stray([], ["from-dir", "from-tar"]) == []
+    assert os.listdir(store.root / "tmp") == []
+
+
+async def test_references(store, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "f").write_text("theirs")
+    await store.reference_layer("ext", other)
+    box = await store.create_box("bx1", ["ext"], 100)
+    assert (box.rootfs / "f").read_text() == "theirs"
+    await store.remove_box("bx1")
+    (other / "f").unlink()
+    other.rmdir()
+    with pytest.raises(CorruptSnapshotError, match="gone"):
+        store.layer_path("ext")
+    await store.drop_layer("ext")
+    with pytest.raises(NotFoundError):
+        await store.reference_layer("ext", other)
+
+
+async def test_failures_leave_nothing(store):
+    base = await _base(store)
+    with pytest.raises(NotFoundError):
+        await store.create_box("bx1", ["absent", base], 100)
+    (store.home / "boxes" / "bx2").write_text("in the way")
+    with pytest.raises(InternalError, match="leftovers"):
+        await store.create_box("bx2", [base], 100)
+    (store.home / "boxes" / "bx2").unlink(missing_ok=True)
+    assert store.stray([], [base]) == []
+    assert mounts.mounts_below(store.home / "boxes") == []
+
+
+async def test_cancelled_creation_leaves_nothing(store):
+    base = await _base(store)
+
+    async def create(box: str) -> None:
+        await store.create_box(box, [base], 100)
+
+    for turns in range(6):
+        async with asyncio.TaskGroup() as tg:
+            task = tg.create_task(create(f"bx{turns}"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+        if task.cancelled():
+            assert store.stray([], [base]) == []
+        else:
+            await store.remove_box(f"bx{turns}")
+
+
+async def test_many_boxes_at_once(store):
+    base = await _base(store)
+    async with asyncio.TaskGroup() as tg:
+        for n in range(20):
+            tg.create_task(store.create_box(f"bx{n}", [base], 100))
+    async with asyncio.TaskGroup() as tg:
+        for n in range(20):
+            tg.create_task(store.seal(f"bx{n}", f"l{n}"))
+    async with asyncio.TaskGroup() as tg:
+        for n in range(20):
+            tg.create_task(store.remove_box(f"bx{n}"))
+    assert store.stray([], [base, *(f"l{n}" for n in range(20))]) == []
+
+
+async def test_reopen_remount_and_strays(store):
+    base = await _base(store)
+    box = await store.create_box("bx1", [base], 100)
+    (box.rootfs / "kept").write_text("1")
+    await store.create_box("bx2", [base], 100)
+    await store.seal("bx1", "l1")
+    await store.close()  # boxes are left: it stays mounted, and they go on
+    assert mounts.is_mount(box.rootfs)
+    await store.open()
+    assert (box.rootfs / "kept").read_text() == "1"
+    # as after a reboot: nothing is mounted
+    for target in mounts.mounts_below(store.home / "boxes"):
+        mounts.unmount(target)
+    await store.remount_box("bx1", [base])
+    assert (box.rootfs / "kept").read_text() == "1"
+    assert store.stray(["bx1"], [base]) == [Stray("box", "bx2"), Stray("layer", "l1")]
+    await store.reap(store.stray(["bx1"], [base]))
+    assert store.stray(["bx1"], [base]) == []
+
+
+def _shown(root: Path) -> dict[str, str]:
+    shown = {}
+    for directory, names, files in os.walk(root):
+        for name in names + files:
+            path = Path(directory) / name
+            info = path.lstat()
+            content = path.read_text() if stat.S_ISREG(info.st_mode) else ""
+            kind = f"{info.st_mode:o} {info.st_uid} {info.st_nlink if content else 0} {content}"
+            shown[str(path.relative_to(root))] = kind
+    return shown
+
+
+_STEPS = [
+    "rm gone; rm -rf opq; mkdir opq; echo 2 > opq/new; mkdir -p own/deep; echo a > own/deep/f; echo > own/g",
+    "rm own/g; rm -rf own/deep; echo x > etc/hostname; ln etc/hostname etc/alias; ln -s nowhere sym",
+    "echo back > gone; rm -rf etc; echo 'a file' > etc; mkdir own/deep; mkfifo own/pipe; chmod 600 own/pipe",
+    "rm etc; mkdir etc; echo again > etc/hostname; rm -rf opq; chown 5:6 own; rm gone",
+    "rm -rf own; touch opq; rm opq; mkdir -p opq/sub; echo 3 > opq/sub/f",
+]
+
+
+@pytest.mark.parametrize("first", [1, 3, 5])
+async def test_a_flattened_chain_shows_the_same(store, first):
+    chain = [await _base(store)]
+    for n, step in enumerate(_STEPS):
+        box = await store.create_box(f"bx{n}", chain, 100)
+        _sh(step, box.rootfs)
+        await store.seal(f"bx{n}", f"l{n}")
+        chain.insert(0, f"l{n}")
+        expected = _shown(box.rootfs)
+        await store.remove_box(f"bx{n}")
+    for top in (0, 1):
+        merged, rest = chain[top : top + first], chain[top + first :]
+        if not rest:
+            merged, rest = chain[top:], []
+        await store.flatten(merged, f"flat{top}", rest)
+        box = await store.create_box("flat", [*chain[:top], f"flat{top}", *rest], 100)
+        assert _shown(box.rootfs) == expected
+        await store.remove_box("flat")
+
+
+async def test_the_store_grows_in_reserved_steps(tmp_home):
+    store = DiskStore(tmp_home, _Settings(store_gb=9))
+    await store.open()
+    try:
+        image = tmp_home / "store.img"
+        assert image.stat().st_size == 9 << 30
+        assert 3 << 30 <= image.stat().st_blocks * 512 < 5 << 30
+        before = store.space()
+        assert await store._have_room(5 << 30)
+        after = store.space()
+        assert after.free_mb > 5000 and after.growth_mb < before.growth_mb
+        assert image.stat().st_blocks * 512 >= store.backend.volume.device_bytes()[0]
+        assert not await store._have_room(20 << 30)
+        with pytest.raises(CapacityError, match="full"):
+            raise store._full()
+    finally:
+        await store.close()
