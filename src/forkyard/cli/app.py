@@ -48,6 +48,11 @@ class App:
             self._client = Client()
         return self._client
 
+    @property
+    def has_client(self) -> bool:
+        """Whether there is a client already."""
+        return self._client is not None
+
     def close(self) -> None:
         """Close the client if one was made."""
         if self._client is not None:

@@ -87,10 +87,9 @@ def exec_verb(
     Stdin, stdout, stderr and the exit code are passed through; a timeout exits with 124.
     """
     what: str | list[str] = command[0] if len(command) == 1 else list(command)
-    process = app.client.spawn(
-        sandbox, what,
-        **given(timeout_s=timeout_s, user=user, cwd=cwd, env=dict(env), login=login or None),
-    )
+    process = start(
+        app, sandbox, what,
+        **given(timeout_s=timeout_s, user=user, cwd=cwd, env=dict(env), login=login or None))
     with Signals(process):
         if no_stdin or not stdin_is_open():
             process.close_stdin()
@@ -108,6 +107,17 @@ def exec_verb(
                 note("forkyard: some output was lost")
         result = process.wait()
     return outcome(result)
+
+
+def start(app: App, sandbox: str, command: str | list[str], **options: Any) -> Any:
+    """The command, started: straight over the daemon's socket where that works, else by the client."""
+    if not app.has_client:
+        from forkyard.cli import direct
+
+        options["request_id"] = os.urandom(16).hex()
+        if process := direct.spawn(sandbox, command, **options):
+            return process
+    return app.client.spawn(sandbox, command, **options)
 
 
 def outcome(result: Any) -> int:
