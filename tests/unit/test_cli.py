@@ -166,7 +166,8 @@ def test_fork_forms(fy: Cli, client: MemoryClient) -> None:
     fy("new", "--name", "work")
     code, out, err = fy("fork", "work", "-n", "3", "--prefix", "ep-", "--ttl", "60")
     assert (code, len(out.split())) == (0, 3) and "3 forks in 120 ms, 40 ms each" in err
-    assert client.calls[-1] == ("fork", {"source": "work", "n": 3, "prefix": "ep-", "ttl_min": 1})
+    assert client.calls[-1] == ("fork", {
+        "source": "work", "n": 3, "prefix": "ep-", "ttl_min": 1, "ephemeral": False})
     one = json.loads(fy("fork", "work", "--type", "small", "--ttl", "600", "--wait", "--json")[1])
     assert one["id"].startswith("sb_") and one["name"] and one["memoryRestored"] is True
     many = json.loads(fy("fork", "work", "-n", "2", "--json", "--name", "x", "--name", "y")[1])

@@ -100,6 +100,10 @@ def _download(app: App, sandbox: str, remote: str, local: str, user: str | None)
 
 def _is_dir_inside(app: App, sandbox: str, path: str) -> bool:
     try:
-        return app.client.stat(sandbox, path).type == "dir"
-    except errors.NotFoundError:
+        kind = app.client.stat(sandbox, path).type
+        if kind == "link":
+            kind = app.client.stat(sandbox, f"{path}/.").type
+    except (errors.NotFoundError, errors.ConflictError, errors.InvalidRequestError):
+        # The copy itself will say what is wrong with the path, if anything is.
         return False
+    return kind == "dir"

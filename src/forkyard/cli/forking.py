@@ -66,6 +66,8 @@ def fork_verb(
         type=type_, cpus=cpus, mem_mb=mem_mb, disk_mb=disk_mb, env=dict(env), labels=dict(labels),
         wait_s=wait_s or None, ttl_min=minutes(ttl_s), auto_stop_min=minutes(auto_stop_s),
         egress=egress, egress_allow=list(allow) or None,
+        # A copy of an ephemeral sandbox would end with this very process.
+        ephemeral=False,
     ))
     times = {"pausedMs": round(done.paused_ms, 1), "totalMs": round(done.total_ms, 1)}
     if as_json and count == 1:

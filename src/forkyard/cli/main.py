@@ -53,6 +53,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "audit": ("watching", "Read the audit log."),
     },
     "This machine": {
+        "daemon": ("daemon", "Start, stop or look at the daemon."),
         "config": ("machine", "Show each setting and where it came from."),
         "completion": ("machine", "Print the completion script for a shell."),
         "version": ("machine", "Print the version."),

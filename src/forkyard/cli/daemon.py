@@ -1,0 +1,124 @@
+"""``forkyard daemon``: the process behind everything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from typing import TYPE_CHECKING
+
+import click
+
+from forkyard import errors
+from forkyard.cli.app import App, note, pass_app
+from forkyard.cli.output import print_fields, print_json
+from forkyard.cli.params import json_option
+
+if TYPE_CHECKING:
+    from forkyard.types import Health
+
+PATIENCE_S = 60.0
+
+
+@click.group("daemon")
+def daemon_verb() -> None:
+    """Start, stop or look at the daemon."""
+
+
+@daemon_verb.command("status", epilog="""\b
+Example:
+  forkyard daemon status --json | jq .pid""")
+@json_option()
+@pass_app
+def daemon_status(app: App, as_json: bool) -> None:
+    """Say whether a daemon runs, and which; exit code 6 if none does."""
+    _show(_asked(app), as_json)
+
+
+@daemon_verb.command("start", epilog="""\b
+Example:
+  forkyard daemon start""")
+@json_option()
+@pass_app
+def daemon_start(app: App, as_json: bool) -> None:
+    """Start the daemon unless it runs. Other verbs do so by themselves."""
+    _show(app.client.health(), as_json)
+
+
+@daemon_verb.command("stop", epilog="""\b
+Examples:
+  forkyard daemon stop
+  forkyard daemon stop --sandboxes delete""")
+@click.option("--sandboxes", type=click.Choice(["keep", "stop", "delete"]), default="keep",
+              help="What becomes of them (default: they run on, for the next daemon to find).")
+@pass_app
+def daemon_stop(app: App, sandboxes: str) -> None:
+    """Stop the daemon."""
+    try:
+        pid = _stop(app, sandboxes)
+    except errors.UnavailableError:
+        note("no daemon runs")
+        return
+    note(f"the daemon (pid {pid}) has stopped")
+
+
+@daemon_verb.command("restart", epilog="""\b
+Example:
+  forkyard daemon restart""")
+@json_option()
+@pass_app
+def daemon_restart(app: App, as_json: bool) -> None:
+    """Stop the daemon and start it anew, after an upgrade for instance. Sandboxes run on."""
+    with contextlib.suppress(errors.UnavailableError):
+        _stop(app, "keep")
+    app.close()
+    _show(app.client.health(), as_json)
+
+
+def _asked(app: App) -> Health:
+    """The daemon's health, without starting one."""
+    if app.has_client:
+        return app.client.health()
+    from forkyard import Client
+
+    with Client(start=False) as client:
+        return client.health()
+
+
+def _stop(app: App, sandboxes: str) -> int:
+    """Stop the daemon and wait until its process is gone; gives its pid."""
+    pid = _asked(app).pid
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return pid
+    try:
+        if app.has_client:
+            app.client.shutdown(sandboxes)
+        else:
+            from forkyard import Client
+
+            with Client(start=False) as client:
+                client.shutdown(sandboxes)
+        if not select.select([handle], [], [], PATIENCE_S)[0]:
+            raise errors.DeadlineError(f"the daemon (pid {pid}) has not ended after {PATIENCE_S:g} s",
+                                       hint="see daemon.log in FORKYARD_HOME")
+    finally:
+        os.close(handle)
+    return pid
+
+
+def _show(health: Health, as_json: bool) -> None:
+    if as_json:
+        print_json({
+            "pid": health.pid, "version": health.version, "home": health.home, "socket": health.socket,
+            "sandboxes": health.sandboxes, "ok": health.ok, "engines": health.engines,
+            "problems": health.problems,
+        })
+        return
+    print_fields([
+        ("pid", str(health.pid)), ("version", health.version), ("home", health.home),
+        ("socket", health.socket), ("sandboxes", str(health.sandboxes)),
+        ("engines", ", ".join(health.engines) or "-"),
+        *(("problem", problem) for problem in health.problems),
+    ])
