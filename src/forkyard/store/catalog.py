@@ -1,0 +1,381 @@
+"""The catalog: what exists, in one SQLite file that one thread owns.
+
+Documents are the yard's (msgspec structs, kept as JSON); what is asked for is a column of its
+own beside them. What other tasks submit while one commit is on its way is committed together,
+so that many creations share one flush. A durable transaction is on disk when its call returns;
+any other one is whole or absent after a crash, and on disk soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from forkyard.errors import CapacityError, ConflictError, InternalError, UnavailableError
+from forkyard.store.schema import MIGRATIONS, SANDBOX_COLUMNS, SNAPSHOT_COLUMNS
+
+__all__ = ["Catalog", "Intent", "Reply"]
+
+T = TypeVar("T")
+_BUSY_MS = 5000
+_KEEP_REPLIES_S = 24 * 3600
+_KEEP_DELETED_S = 30 * 24 * 3600
+# pages of WAL after which SQLite folds it into the file; a checkpoint costs one flush of each
+_WAL_PAGES = 2000
+
+
+class Document(Protocol):
+    """Anything with an id that msgspec can encode; columns are read off it where it has them."""
+
+    @property
+    def id(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A stored reply to a request. ``body_hash`` tells a repeat from another request by that id."""
+
+    request_id: str
+    verb: str
+    uid: int
+    body_hash: str
+    body: bytes
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """Something begun: a daemon that finds it finishes or undoes it."""
+
+    id: str
+    kind: str
+    data: Any
+    at: float
+
+
+@dataclass(slots=True)
+class _Job:
+    work: Callable[[sqlite3.Connection], Any]
+    future: asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop
+    writes: bool
+    durable: bool
+
+
+class Catalog:
+    """See the module. Make one with :meth:`open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._connection: sqlite3.Connection
+
+    @classmethod
+    async def open(cls, path: Path) -> Catalog:
+        """Open or make the catalog in ``path``.
+
+        Raises:
+            UnavailableError: a newer version of forkyard wrote it.
+            InternalError: it is damaged.
+        """
+        catalog = cls(path)
+        catalog._connection = await asyncio.to_thread(catalog._connect)
+        catalog._thread = threading.Thread(target=catalog._work, name="catalog")
+        catalog._thread.start()
+        return catalog
+
+    async def close(self) -> None:
+        """Finish what was submitted, and fold the log into the file. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            await asyncio.to_thread(thread.join)
+
+    def _connect(self) -> sqlite3.Connection:
+        fresh = not self.path.exists()
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        try:
+            if fresh:
+                self.path.chmod(0o600)
+            connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > len(MIGRATIONS):
+                raise UnavailableError(
+                    f"a newer forkyard wrote {self.path} (schema {version}, this knows {len(MIGRATIONS)})",
+                    hint="upgrade forkyard, or use another home",
+                )
+            for number in range(version, len(MIGRATIONS)):
+                script = f"BEGIN; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;"
+                connection.executescript(script)
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            raise InternalError(f"the catalog {self.path} cannot be read: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    # -- the thread
+
+    def _work(self) -> None:
+        while True:
+            jobs = [self._jobs.get()]
+            with contextlib.suppress(queue.Empty):
+                while jobs[-1] is not None and len(jobs) < 256:
+                    jobs.append(self._jobs.get_nowait())
+            last = jobs[-1] is None
+            self._batch([job for job in jobs if job is not None])
+            if last:
+                break
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._connection.close()
+
+    def _batch(self, jobs: Sequence[_Job]) -> None:
+        """Run jobs in order; those that write in one transaction, each in a savepoint of its own."""
+        connection = self._connection
+        results: list[tuple[_Job, Any, BaseException | None]] = []
+        writes = any(job.writes for job in jobs)
+        try:
+            if writes:
+                durable = any(job.durable for job in jobs)
+                connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                connection.execute("BEGIN IMMEDIATE")
+            for job in jobs:
+                results.append((job, *self._one(job)))
+            if writes:
+                connection.execute("COMMIT")
+        except BaseException as error:
+            with contextlib.suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            results = [(job, None, error) for job in jobs]
+        for job, value, failure in results:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                job.loop.call_soon_threadsafe(_settle, job.future, value, failure)
+
+    def _one(self, job: _Job) -> tuple[Any, BaseException | None]:
+        connection = self._connection
+        if not job.writes:
+            try:
+                return job.work(connection), None
+            except Exception as error:
+                return None, error
+        connection.execute("SAVEPOINT job")
+        try:
+            value = job.work(connection)
+        except Exception as error:
+            if not connection.in_transaction:  # SQLite gave up the whole of it (disk full)
+                raise
+            connection.execute("ROLLBACK TO job")
+            connection.execute("RELEASE job")
+            return None, error
+        connection.execute("RELEASE job")
+        return value, None
+
+    async def _submit(self, work: Callable[[sqlite3.Connection], T], *, writes: bool, durable: bool) -> T:
+        if self._thread is None:
+            raise InternalError("the catalog is closed")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._jobs.put(_Job(work, future, loop, writes, durable))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            # it is committed, or not, before the caller goes on: nobody undoes a write still to come
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()
+            raise
+        except sqlite3.IntegrityError as error:
+            raise ConflictError(f"the catalog refuses it: {error}") from error
+        except sqlite3.DatabaseError as error:
+            if "full" in str(error):
+                raise CapacityError(
+                    f"the disk of {self.path.parent} is full", hint="free some space", retryable=True
+                ) from error
+            raise InternalError(f"the catalog {self.path} failed: {error}") from error
+
+    async def tx(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = True) -> T:
+        """Run ``work`` in one transaction: all of what it does, or nothing.
+
+        Raises:
+            ConflictError: a name is taken (or another constraint). CapacityError: the disk is full.
+            Whatever ``work`` raises.
+        """
+        return await self._submit(work, writes=True, durable=durable)
+
+    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run ``work``, which only reads."""
+        return await self._submit(work, writes=False, durable=False)
+
+    # -- documents
+
+    async def save(
+        self,
+        *,
+        sandboxes: Iterable[Document] = (),
+        snapshots: Iterable[Document] = (),
+        gone: Iterable[str] = (),
+        intents_done: Iterable[str] = (),
+        durable: bool = True,
+    ) -> None:
+        """Write documents, remove the snapshots ``gone`` and finished intents, in one transaction.
+
+        The documents are read now: changing one afterwards does not change what is written.
+
+        Raises:
+            ConflictError: a live sandbox or a named snapshot has that name already.
+        """
+        sandbox_rows = [_row(doc, SANDBOX_COLUMNS) for doc in sandboxes]
+        snapshot_rows = [_row(doc, SNAPSHOT_COLUMNS) for doc in snapshots]
+        gone_rows = [(id_,) for id_ in gone]
+        intent_rows = [(id_,) for id_ in intents_done]
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.executemany("DELETE FROM snapshots WHERE id = ?", gone_rows)
+            connection.executemany(_upsert("sandboxes", SANDBOX_COLUMNS), sandbox_rows)
+            connection.executemany(_upsert("snapshots", SNAPSHOT_COLUMNS), snapshot_rows)
+            connection.executemany("DELETE FROM intents WHERE id = ?", intent_rows)
+
+        await self.tx(work, durable=durable)
+
+    async def sandboxes(self, type: type[T], *, deleted: bool = False) -> list[T]:
+        """Sandboxes in order of creation, decoded as ``type``; only those that are not deleted,
+        or only those that are."""
+        test = "=" if deleted else "<>"
+        return await self._documents(f"sandboxes WHERE state {test} 'deleted'", type)
+
+    async def snapshots(self, type: type[T]) -> list[T]:
+        """All snapshots in order of creation, decoded as ``type``."""
+        return await self._documents("snapshots", type)
+
+    async def _documents(self, of: str, type: type[T]) -> list[T]:
+        rows = await self.read(
+            lambda c: c.execute(f"SELECT doc FROM {of} ORDER BY created_at, id").fetchall()
+        )
+        decode = msgspec.json.Decoder(type).decode
+        return [decode(row[0]) for row in rows]
+
+    # -- references
+
+    async def layers_in_use(self) -> set[str]:
+        """Layers that a snapshot or a sandbox that is not deleted needs."""
+        text = (
+            "SELECT value FROM snapshots, json_each(snapshots.layers) UNION "
+            "SELECT value FROM sandboxes, json_each(sandboxes.layers) WHERE state <> 'deleted'"
+        )
+        return await self.read(lambda c: {row[0] for row in c.execute(text)})
+
+    async def images_in_use(self) -> set[str]:
+        """Memory images that a snapshot refers to."""
+        text = "SELECT image FROM snapshots WHERE image IS NOT NULL"
+        return await self.read(lambda c: {row[0] for row in c.execute(text)})
+
+    async def users_of_layer(self, layer: str) -> list[str]:
+        """Ids of the snapshots and of the sandboxes, not deleted, that need ``layer``."""
+        has = "?1 IN (SELECT value FROM json_each(layers))"
+        text = (
+            f"SELECT id FROM snapshots WHERE {has} UNION ALL "
+            f"SELECT id FROM sandboxes WHERE state <> 'deleted' AND {has}"
+        )
+        return await self.read(lambda c: [row[0] for row in c.execute(text, (layer,))])
+
+    async def users_of_snapshot(self, snapshot: str) -> list[str]:
+        """Names of the sandboxes, not deleted, that came from it or resume from it, and names (or
+        ids) of the snapshots taken of those: what a refused deletion lists."""
+        text = (
+            "SELECT name FROM sandboxes WHERE state <> 'deleted' AND ?1 IN (snapshot, resume) UNION "
+            "SELECT coalesce(name, id) FROM snapshots WHERE parent = ?1 ORDER BY 1"
+        )
+        return await self.read(lambda c: [row[0] for row in c.execute(text, (snapshot,))])
+
+    # -- replies
+
+    async def put_reply(self, request_id: str, verb: str, uid: int, body_hash: str, body: bytes) -> None:
+        """Keep the reply to a request for a day."""
+        row = (request_id, uid, verb, body_hash, body, time.time())
+        text = "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)"
+        await self.tx(lambda c: c.execute(text, row) and None, durable=False)
+
+    async def get_reply(self, request_id: str, uid: int) -> Reply | None:
+        """The reply that this user's request got, or None."""
+        text = (
+            "SELECT request_id, verb, uid, body_hash, body, at FROM replies WHERE request_id = ? AND uid = ?"
+        )
+        row = await self.read(lambda c: c.execute(text, (request_id, uid)).fetchone())
+        return Reply(*row) if row else None
+
+    # -- intents
+
+    async def put_intent(self, id: str, kind: str, data: Any, *, durable: bool = True) -> None:
+        """Note what is about to be begun; ``data`` is JSON."""
+        row = (id, kind, json.dumps(data), time.time())
+        text = "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?)"
+        await self.tx(lambda c: c.execute(text, row) and None, durable=durable)
+
+    async def drop_intent(self, id: str) -> None:
+        """It is finished or undone."""
+        await self.tx(lambda c: c.execute("DELETE FROM intents WHERE id = ?", (id,)) and None, durable=False)
+
+    async def intents(self) -> list[Intent]:
+        """What was begun and not finished, oldest first."""
+        rows = await self.read(lambda c: c.execute("SELECT * FROM intents ORDER BY at").fetchall())
+        return [Intent(id_, kind, json.loads(data), at) for id_, kind, data, at in rows]
+
+    async def prune(self, now: float | None = None) -> None:
+        """Forget replies older than a day, and sandboxes that were deleted a month ago."""
+        now = time.time() if now is None else now
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM replies WHERE at < ?", (now - _KEEP_REPLIES_S,))
+            connection.execute(
+                "DELETE FROM sandboxes WHERE state = 'deleted' AND saved_at < ?", (now - _KEEP_DELETED_S,)
+            )
+
+        await self.tx(work, durable=False)
+
+
+def _settle(future: asyncio.Future[Any], value: Any, failure: BaseException | None) -> None:
+    if future.done():
+        return
+    if failure is not None:
+        future.set_exception(failure)
+    else:
+        future.set_result(value)
+
+
+def _column(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return msgspec.json.encode(value).decode()
+
+
+def _row(doc: Document, columns: Sequence[str]) -> tuple[Any, ...]:
+    values = (_column(getattr(doc, name, None)) for name in columns)
+    return (*values, time.time(), msgspec.json.encode(doc))
+
+
+def _upsert(table: str, columns: Sequence[str]) -> str:
+    names = [*columns, "saved_at", "doc"]
+    marks = ", ".join("?" * len(names))
+    changes = ", ".join(f"{name} = excluded.{name}" for name in names if name != "id")
+    # not REPLACE: that would silently remove another row of the same name
+    return (
+        f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks}) ON CONFLICT (id) DO UPDATE SET {changes}"
+    )
