@@ -281,11 +281,10 @@ class Event(Record):
 
 @dataclass(frozen=True, slots=True)
 class VersionInfo(Record):
-    """``api`` is the contract between client and daemon, ``wire`` that between daemon and guest."""
+    """The daemon's version; ``api`` counts the contract between client and daemon."""
 
     version: str
     api: int
-    wire: int
 
     def __str__(self) -> str:
         return self.version

@@ -68,7 +68,7 @@ VERBS: dict[str, Verb] = {
     "usage": Verb(rq.SandboxRequest, ty.Usage),
     "stop_sandbox": Verb(rq.StopSandbox, ty.SandboxInfo, changes=True),
     "start_sandbox": Verb(rq.StartSandbox, ty.SandboxInfo, changes=True),
-    "delete_sandbox": Verb(rq.DeleteSandbox, ty.SandboxInfo, changes=True),
+    "delete_sandbox": Verb(rq.DeleteSandbox, ty.SandboxInfo | None, changes=True),
     "delete_sandboxes": Verb(rq.DeleteSandboxes, list[ty.SandboxInfo], changes=True),
     # running things
     "exec": Verb(rq.Exec, ty.ExecResult, changes=True, gone="cancel", keep=False, at="execs", method="run"),
@@ -120,8 +120,9 @@ FILES: dict[str, Verb] = {
     "download": Verb(rq.PathRequest, bytes, at="files", method="download_tar"),
     "upload": Verb(rq.PathChange, None, changes=True, at="files", method="upload_tar"),
 }
-"""``POST``: one frame with the request, then (for those that change something) raw bytes; the
-reply of the other two is frames of raw bytes. Tar archives hold paths relative to ``path``."""
+"""Those that change something take one frame with the request and then raw bytes; the others
+take the request as every verb does and reply with frames of raw bytes. Tar archives hold
+paths relative to ``path``."""
 
 STATUS: dict[str, int] = {
     "invalid_request": 400,

@@ -1,0 +1,235 @@
+"""Requests and replies over the daemon's unix socket: reaching it, and reaching it again.
+
+Everything that is sent through :meth:`AsyncTransport.call` carries a request id or changes
+nothing, so it may be sent again: when an idle connection turns out to be closed, when the
+daemon restarts under a running command (which it joins again by its request id), and when no
+daemon runs and one is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from forkyard import errors, verbs
+from forkyard.client import _protocol as protocol
+from forkyard.client import launch
+from forkyard.client._protocol import RestartingError, aslices, loop_key, to_thread
+
+TRIES = 3
+PATIENCE_S = 30.0
+LOST = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=600)
+_URLS: dict[str, httpx.URL] = {
+    name: httpx.URL(f"http://forkyard/v1/{name}") for name in (*verbs.VERBS, *verbs.STREAMS, *verbs.FILES)
+}
+
+
+class AsyncTransport:
+    """One daemon, as one process (and event loop) reaches it.
+
+    Args:
+        home: The daemon's home, for starting it there.
+        socket: Where it listens.
+        start: Start it when it does not answer.
+    """
+
+    def __init__(self, home: Path, socket: Path, *, start: bool = True) -> None:
+        self.home = home
+        self.socket = socket
+        self.start = start
+        self._lock = threading.Lock()
+        self._owner: tuple[int, int] | None = None
+        self._http: httpx.AsyncHTTPTransport | None = None
+
+    def _new(self) -> httpx.AsyncHTTPTransport:
+        # verify=False: there is no TLS on this socket, and reading the certificates takes 20 ms.
+        return httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_LIMITS, verify=False, trust_env=False)
+
+    def _connections(self) -> httpx.AsyncHTTPTransport:
+        """This process's and loop's connections; those of a parent process are left to it."""
+        owner = (os.getpid(), loop_key())
+        http = self._http
+        if http is None or self._owner != owner:
+            with self._lock:
+                if self._http is None or self._owner != owner:
+                    self._http, self._owner = self._new(), owner
+                http = self._http
+        return http
+
+    async def close(self) -> None:
+        http, self._http = self._http, None
+        if http is not None and self._owner == (os.getpid(), loop_key()):
+            await http.aclose()
+
+    async def reach(self) -> None:
+        """Return when a daemon listens; see :func:`forkyard.client.launch.ensure`."""
+        await to_thread(lambda: launch.ensure(self.home, self.socket, start=self.start))
+
+    async def call(self, verb: str, request: Any) -> Any:
+        """The result of ``verb``. Raises what went wrong."""
+        body = protocol.encode(request)
+        head = protocol.headers(verb, body=body)
+        return await self._again(lambda: self._exchange(verb, head, httpx.ByteStream(body)), repeatable=True)
+
+    async def send(
+        self, verb: str, request: Any, chunks: Callable[[], Iterable[bytes]], *, repeatable: bool
+    ) -> Any:
+        """The result of a verb whose body is streamed; ``chunks`` gives it, again and again if
+        ``repeatable``."""
+        head = protocol.headers(verb, body=None)
+
+        async def once() -> Any:
+            body = aslices(protocol.with_head(request, chunks()))
+            return await self._exchange(verb, head, AsyncBody(body))
+
+        return await self._again(once, repeatable=repeatable)
+
+    async def _exchange(self, verb: str, head: list[tuple[bytes, bytes]], body: Any) -> Any:
+        http = self._connections()
+        response = await http.handle_async_request(
+            httpx.Request("POST", _URLS[verb], headers=head, stream=body)
+        )
+        try:
+            data = await response.aread()
+        finally:
+            await response.aclose()
+        _INHERITABLE.add(response.extensions["network_stream"].get_extra_info("socket"))
+        protocol.check(verb, response.status_code, response.headers)
+        return protocol.result(verb, response.status_code, data)
+
+    async def _again(self, once: Callable[[], Any], *, repeatable: bool) -> Any:
+        deadline = 0.0
+        tries = 0
+        while True:
+            try:
+                return await once()
+            except RestartingError:
+                cause: Exception = errors.UnavailableError("the daemon is stopping", retryable=True)
+                tries = 0
+            except LOST as error:
+                cause = error
+                tries += 1
+            now = time.monotonic()
+            deadline = deadline or now + PATIENCE_S
+            sent = not isinstance(cause, httpx.ConnectError)
+            if tries >= TRIES or now >= deadline or (sent and not repeatable):
+                raise errors.UnavailableError(
+                    f"the daemon at {self.socket} broke off: {cause or type(cause).__name__}",
+                    hint=protocol.CONNECT_HINT,
+                    retryable=True,
+                )
+            if tries == 0:
+                await to_thread(time.sleep, 0.05)
+            await self.reach()
+
+    async def open(self, verb: str, request: Any, *, partial: bool = False) -> AsyncStream:
+        """Begin a stream. It has a connection of its own, which ends with it."""
+        return await self._again(lambda: self._open(verb, request, partial), repeatable=True)
+
+    async def _open(self, verb: str, request: Any, partial: bool) -> AsyncStream:
+        body = protocol.encode(request)
+        http = self._new()
+        try:
+            response = await http.handle_async_request(
+                httpx.Request(
+                    "POST",
+                    _URLS[verb],
+                    headers=protocol.headers(verb, body=body),
+                    stream=httpx.ByteStream(body),
+                )
+            )
+            protocol.check(verb, response.status_code, response.headers)
+            if response.status_code != 200:
+                raise protocol.failure(await response.aread())
+        except BaseException:
+            await http.aclose()
+            raise
+        return AsyncStream(http, response, partial=partial)
+
+
+class AsyncBody(httpx.AsyncByteStream):
+    """A request body that is made while it is sent."""
+
+    def __init__(self, chunks: Any) -> None:
+        self._chunks = chunks
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._chunks:
+            yield chunk
+
+
+class AsyncStream:
+    """A reply that goes on: frames, or with ``partial`` pieces of them.
+
+    A stream that is dropped without :meth:`close` closes its connection all the same, so that
+    the daemon hears of it.
+    """
+
+    def __init__(self, http: httpx.AsyncHTTPTransport, response: httpx.Response, *, partial: bool) -> None:
+        self._http = http
+        self._response = response
+        self._pieces = response.aiter_raw()
+        self._reader = verbs.FrameReader(partial=partial)
+        sock = response.extensions["network_stream"].get_extra_info("socket")
+        _INHERITABLE.add(sock)
+        self._dropped = weakref.finalize(self, _hang_up, sock)
+        self._dropped.atexit = False
+
+    async def read(self) -> list[bytes | memoryview]:
+        """What came next, at least one; nothing at the end.
+
+        Raises:
+            ForkyardError: what the daemon broke the stream off with; a retryable
+                UnavailableError if the connection is lost.
+        """
+        while not self._reader.ended:
+            try:
+                data = await anext(self._pieces)
+            except (StopAsyncIteration, httpx.HTTPError, httpx.StreamError):
+                raise protocol.stream_failure(self._reader) from None
+            if found := self._reader.feed(data):
+                return found
+        if self._reader.error is not None:
+            raise protocol.stream_failure(self._reader)
+        return []
+
+    async def close(self) -> None:
+        """Close the connection. The daemon ends what depended on it."""
+        # Hang up first: that also wakes a reader in another thread.
+        self._dropped()
+        with contextlib.suppress(httpx.HTTPError, RuntimeError):
+            await self._response.aclose()
+        await self._http.aclose()
+
+
+def _hang_up(sock: Any) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(2)
+
+
+_INHERITABLE: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked child: let go of the parent's connections, or the daemon would not hear of
+    the parent's death for as long as the child lives."""
+    for sock in list(_INHERITABLE):
+        with contextlib.suppress(OSError):
+            fd = sock.fileno()
+            if fd >= 0:
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, fd)
+                os.close(null)
+    _INHERITABLE.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

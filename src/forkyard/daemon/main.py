@@ -1,0 +1,161 @@
+"""The daemon: ``python -m forkyard.daemon.main [--foreground] [--home DIR]``.
+
+Order matters. The lock comes before anything is read or reaped, the socket after everything
+works, ``daemon.json`` last. SIGTERM ends the daemon and keeps the sandboxes; nothing else
+that a terminal or a broken pipe sends ends it. Exit codes: 0, 1 (could not start), 3 (another
+daemon has this home).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from forkyard import __version__, config, errors, verbs
+from forkyard.daemon import lock, logs
+
+TAKEN = 3
+
+log = logging.getLogger("forkyard.daemon")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="forkyard.daemon.main", description="The forkyard daemon.")
+    parser.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
+    parser.add_argument(
+        "--detach", action="store_true", help="leave the parent, as the client's launcher wants"
+    )
+    parser.add_argument("--ready-fd", type=int, default=-1, help="told 'ready' or 'taken PID', then closed")
+    parser.add_argument("--home", default=None)
+    parser.add_argument("--socket", default=None)
+    args = parser.parse_args(argv)
+    if args.detach and os.fork():
+        os._exit(0)
+    ready = _Ready(args.ready_fd)
+    os.umask(0o077)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    try:
+        settings = config.load({"home": args.home, "socket": args.socket})
+        settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = lock.take(settings.home / "lock")
+    except lock.TakenError as taken:
+        ready.say(f"taken {taken.pid}")
+        print(f"a daemon has this home already: pid {taken.pid}", file=sys.stderr)
+        return TAKEN
+    except (errors.ForkyardError, OSError) as error:
+        print(f"forkyard daemon: {error}", file=sys.stderr)
+        return 1
+    logs.set_up(None if args.foreground else settings.home / "daemon.log", settings.log_level)
+    try:
+        _run(settings, ready)
+    except BaseException:
+        log.critical("the daemon failed", exc_info=True)
+        return 1
+    finally:
+        os.close(held)
+    return 0
+
+
+class _Ready:
+    """The pipe to whoever started the daemon. Children never inherit it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        if fd >= 0:
+            os.set_inheritable(fd, False)
+
+    def say(self, word: str) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._fd, word.encode() + b"\n")
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _run(settings: config.Settings, ready: _Ready) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_serve(settings, ready))
+    else:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, ready))
+
+
+async def _serve(settings: config.Settings, ready: _Ready) -> None:
+    from forkyard.daemon.app import App
+    from forkyard.daemon.server import bind, serving
+    from forkyard.host.files import write_atomic
+    from forkyard.host.process import become_subreaper, start_time
+    from forkyard.yard.yard import open_yard
+
+    become_subreaper()
+    _raise_file_limit()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    log.info("starting: version %s, pid %d, home %s", __version__, os.getpid(), settings.home)
+    about = settings.home / "daemon.json"
+    async with open_yard(settings) as yard, asyncio.TaskGroup() as tasks:
+        app = App(yard, tasks, stop.set)
+        sock = bind(settings.socket)
+        async with serving(app, sock, app.drain):
+            write_atomic(
+                about,
+                json.dumps(
+                    {
+                        "pid": os.getpid(),
+                        "start_time": start_time(os.getpid()),
+                        "version": __version__,
+                        "wire": verbs.API_VERSION,
+                        "socket": str(settings.socket),
+                    }
+                ),
+            )
+            # What is alive now stays: the collector need not walk it at every request.
+            gc.collect()
+            gc.freeze()
+            log.info("serving on %s", settings.socket)
+            ready.say("ready")
+            signalled = tasks.create_task(asked.wait())
+            stopped = tasks.create_task(stop.wait())
+            await asyncio.wait({signalled, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            signalled.cancel()
+            stopped.cancel()
+            if not stop.is_set():
+                await yard.prepare_shutdown("keep")
+            log.info("stopping")
+            _forget(about, settings.socket)
+    log.info("stopped")
+
+
+def _raise_file_limit() -> None:
+    """Each sandbox costs a handful of descriptors, each client one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _forget(about: Path, socket: Path) -> None:
+    """A daemon that goes takes its signs down while it still holds the lock."""
+    for path in (about, socket):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
