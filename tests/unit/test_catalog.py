@@ -51,7 +51,8 @@ async def test_documents_come_back(catalog):
     box = Box(id="sb_1", name="a", labels={"k": "v"}, layers=["l1"], more=7)
     await catalog.save(sandboxes=[box], snapshots=[Snap(id="s1", name="n", layers=["l1", "l2"], image="i1")])
     again = await _reopened(catalog)
-    assert await again.sandboxes(Box) == [box]
+    sandboxes, snapshots = await again.load(Box, Snap)
+    assert sandboxes == [box] and [s.name for s in snapshots] == ["n"]
     assert (await again.snapshots(Snap))[0].image == "i1"
     await again.save(gone=["s1"])
     assert await again.snapshots(Snap) == []
@@ -136,10 +137,12 @@ async def test_a_cancelled_write_is_over_when_the_caller_goes_on(catalog):
 
 
 async def test_replies_and_intents(catalog):
-    await catalog.put_reply("r1", "fork", 0, "h", b"\x00body")
-    reply = await catalog.get_reply("r1", 0)
-    assert reply and (reply.verb, reply.body_hash, reply.body) == ("fork", "h", b"\x00body")
-    assert await catalog.get_reply("r1", 1000) is None  # another user's
+    now = time.time()
+    await catalog.put_reply("r1", "fork", 0, b"\x00body", now)
+    assert await catalog.get_reply("r1", "fork", 0, newer_than=now - 1) == b"\x00body"
+    assert await catalog.get_reply("r1", "fork", 0, newer_than=now) is None
+    assert await catalog.get_reply("r1", "fork", 1000) is None  # another user's
+    assert await catalog.get_reply("r1", "stop", 0) is None
     await catalog.put_intent("i1", "fork", {"n": 8})
     await catalog.put_intent("i2", "stop", None)
     await catalog.save(intents_done=["i1"])
@@ -147,7 +150,7 @@ async def test_replies_and_intents(catalog):
     await catalog.drop_intent("i2")
     assert await catalog.intents() == []
     await catalog.prune(time.time() + 2 * 24 * 3600)
-    assert await catalog.get_reply("r1", 0) is None
+    assert await catalog.get_reply("r1", "fork", 0) is None
 
 
 async def test_deleted_sandboxes_are_forgotten_after_a_month(catalog):

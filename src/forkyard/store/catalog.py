@@ -25,8 +25,9 @@ import msgspec
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnavailableError
 from forkyard.store.schema import MIGRATIONS, SANDBOX_COLUMNS, SNAPSHOT_COLUMNS
 
-__all__ = ["Catalog", "Intent", "Reply"]
+__all__ = ["Catalog", "Intent"]
 
+S = TypeVar("S")
 T = TypeVar("T")
 _BUSY_MS = 5000
 _KEEP_REPLIES_S = 24 * 3600
@@ -40,18 +41,6 @@ class Document(Protocol):
 
     @property
     def id(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A stored reply to a request. ``body_hash`` tells a repeat from another request by that id."""
-
-    request_id: str
-    verb: str
-    uid: int
-    body_hash: str
-    body: bytes
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +244,10 @@ class Catalog:
 
         await self.tx(work, durable=durable)
 
+    async def load(self, sandbox: type[S], snapshot: type[T]) -> tuple[list[S], list[T]]:
+        """All sandboxes that are not deleted, and all snapshots."""
+        return await self.sandboxes(sandbox), await self.snapshots(snapshot)
+
     async def sandboxes(self, type: type[T], *, deleted: bool = False) -> list[T]:
         """Sandboxes in order of creation, decoded as ``type``; only those that are not deleted,
         or only those that are."""
@@ -307,19 +300,17 @@ class Catalog:
 
     # -- replies
 
-    async def put_reply(self, request_id: str, verb: str, uid: int, body_hash: str, body: bytes) -> None:
-        """Keep the reply to a request for a day."""
-        row = (request_id, uid, verb, body_hash, body, time.time())
-        text = "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)"
+    async def put_reply(self, request_id: str, verb: str, uid: int, body: bytes, at: float) -> None:
+        """Keep the reply that a user's request for ``verb`` got."""
+        row = (request_id, uid, verb, body, at)
+        text = "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)"
         await self.tx(lambda c: c.execute(text, row) and None, durable=False)
 
-    async def get_reply(self, request_id: str, uid: int) -> Reply | None:
-        """The reply that this user's request got, or None."""
-        text = (
-            "SELECT request_id, verb, uid, body_hash, body, at FROM replies WHERE request_id = ? AND uid = ?"
-        )
-        row = await self.read(lambda c: c.execute(text, (request_id, uid)).fetchone())
-        return Reply(*row) if row else None
+    async def get_reply(self, request_id: str, verb: str, uid: int, newer_than: float = 0.0) -> bytes | None:
+        """The reply that was kept for this request of this user, or None."""
+        text = "SELECT body FROM replies WHERE request_id = ? AND verb = ? AND uid = ? AND at > ?"
+        row = await self.read(lambda c: c.execute(text, (request_id, verb, uid, newer_than)).fetchone())
+        return row[0] if row else None
 
     # -- intents
 

@@ -468,6 +468,12 @@ class DiskStore:
         result = [Stray("box", name) for name in sorted(found - boxes)]
         return result + [Stray("layer", name) for name in sorted(self.layers.all() - layers)]
 
+    async def sweep(self, known_boxes: Iterable[str], known_layers: Iterable[str]) -> list[Stray]:
+        """Remove whatever :meth:`stray` finds, and return it; strays' processes must be gone."""
+        strays = await self._thread(self.stray, known_boxes, known_layers)
+        await self.reap(strays)
+        return strays
+
     async def reap(self, strays: Iterable[Stray]) -> None:
         """Remove strays; their processes must be gone."""
         for stray in strays:

@@ -57,10 +57,9 @@ CREATE TABLE replies (
     request_id TEXT NOT NULL,
     uid INTEGER NOT NULL,
     verb TEXT NOT NULL,
-    body_hash TEXT NOT NULL,
     body BLOB NOT NULL,
     at REAL NOT NULL,
-    PRIMARY KEY (request_id, uid)
+    PRIMARY KEY (request_id, uid, verb)
 ) WITHOUT ROWID;
 CREATE INDEX replies_by_age ON replies (at);
 CREATE TABLE intents (
