@@ -1,0 +1,142 @@
+/* forkyard-agent: PID 1 of a sandbox, or (--plain) an ordinary process.
+
+   One thread, one loop: the FIFOs to the daemon, the commands' pipes, and SIGCHLD, which interrupts
+   ppoll and is blocked everywhere else. */
+#define _GNU_SOURCE
+#include "agent.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/capability.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+bool plain, quiesced, privileged;
+int null_fd = -1;
+uint64_t nofile_soft = 1024;
+uint32_t cmd_serial;
+static volatile sig_atomic_t child_ended;
+
+uint64_t now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
+}
+
+static void on_child(int sig) {
+    (void)sig;
+    child_ended = 1;
+}
+
+/* What no command may have, not even root's: taken from the bounding and the inheritable set once,
+   here, so that starting a command costs no call for it. The agent itself keeps what it was given. */
+static void drop_for_children(void) {
+    static const int never[] = {CAP_SYS_ADMIN, CAP_NET_ADMIN, CAP_NET_RAW, CAP_MKNOD,
+                                CAP_SYS_PTRACE, CAP_SYS_RESOURCE, CAP_SYS_MODULE, CAP_SYS_BOOT};
+    struct __user_cap_header_struct h = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct d[2];
+    bool known = syscall(SYS_capget, &h, d) == 0;
+    for (size_t i = 0; i < sizeof never / sizeof *never; i++) {
+        prctl(PR_CAPBSET_DROP, never[i], 0, 0, 0);
+        prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_LOWER, never[i], 0, 0);
+        d[never[i] / 32].inheritable &= ~(1u << never[i] % 32);
+    }
+    if (known) syscall(SYS_capset, &h, d);
+}
+
+static void setup(void) {
+    sigset_t all;
+    sigfillset(&all);
+    for (int s = 1; s <= 64; s++) signal(s, SIG_DFL); /* whatever the daemon was started with */
+    struct sigaction sa = {.sa_handler = on_child, .sa_flags = SA_NOCLDSTOP};
+    sigaction(SIGCHLD, &sa, NULL);
+    sigprocmask(SIG_SETMASK, &all, NULL);
+    fcntl(2, F_SETFD, FD_CLOEXEC);
+    struct rlimit r;
+    if (getrlimit(RLIMIT_NOFILE, &r) == 0) {
+        nofile_soft = r.rlim_cur;
+        r.rlim_cur = r.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &r);
+    }
+    null_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+    umask(022);
+    privileged = geteuid() == 0;
+    if (plain)
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    else
+        drop_for_children();
+    crc32_init();
+    channel_init();
+}
+
+static uint64_t children_cpu_us(void) {
+    struct rusage r;
+    getrusage(RUSAGE_CHILDREN, &r);
+    return (uint64_t)(r.ru_utime.tv_sec + r.ru_stime.tv_sec) * 1000000 +
+           (uint64_t)(r.ru_utime.tv_usec + r.ru_stime.tv_usec);
+}
+
+static void reap(void) {
+    static uint64_t before;
+    for (;;) {
+        int status;
+        struct rusage ru;
+        pid_t pid = wait4(-1, &status, WNOHANG, &ru);
+        if (pid <= 0) return;
+        /* One child at a time, so the growth of the sum is this child's and its children's. */
+        uint64_t after = children_cpu_us();
+        cmd_reaped(pid, status, after - before, (uint64_t)ru.ru_maxrss);
+        before = after;
+    }
+}
+
+int main(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--plain")) plain = true;
+        if (!strcmp(argv[i], "--version")) {
+            printf("forkyard-agent wire %d build %s\n", WIRE_VERSION, BUILD_ID);
+            return 0;
+        }
+    }
+    setup();
+    enum { MAX_POLL = 2 + 3 * MAX_CMDS + 256 };
+    static struct pollfd fds[MAX_POLL];
+    sigset_t waiting;
+    sigfillset(&waiting);
+    sigdelset(&waiting, SIGCHLD);
+    bool busy = false;
+    for (;;) {
+        fds[0] = (struct pollfd){channel_wants_read() ? 0 : -1, POLLIN, 0};
+        fds[1] = (struct pollfd){channel_wants_write() ? 1 : -1, POLLOUT, 0};
+        size_t nc = cmds_poll(fds + 2, MAX_POLL - 2);
+        size_t nd = discard_poll(fds + 2 + nc, MAX_POLL - 2 - nc);
+        int timeout = busy || child_ended ? 0 : identity_timeout(cmds_timeout(-1));
+        struct timespec t = {timeout / 1000, timeout % 1000 * 1000000L};
+        int n = ppoll(fds, 2 + nc + nd, timeout < 0 ? NULL : &t, &waiting);
+        if (n > 0) {
+            if (fds[0].revents && !channel_read()) return 0;
+            cmds_ready(fds + 2, nc);
+            for (size_t i = 0; i < nd; i++)
+                if (fds[2 + nc + i].revents) discard_ready(&fds[2 + nc + i]);
+        }
+        if (child_ended) {
+            child_ended = 0;
+            reap();
+        }
+        cmds_timeout(-1);
+        busy = streams_pump();
+        streams_sweep();
+        if (channel_wants_write() && !channel_flush()) return 0;
+    }
+}

@@ -1,0 +1,342 @@
+"""The daemon's end of one guest's wire: two FIFOs, epochs, and frames to and from streams.
+
+A FIFO that the daemon holds open for reading and writing never reports that the other end
+died, so the owner of the machine says so (:meth:`Channel.lost`). Whatever a guest sends is
+checked: frames for streams that were never opened, of unknown types or over a limit are
+violations. The first violation opens a new epoch, the next one loses the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from forkyard.errors import DeadlineError, ForkyardError, SandboxLostError, UnavailableError
+from forkyard.wire import (
+    MORE,
+    NONCE_BYTES,
+    Decoder,
+    Frame,
+    Type,
+    WireError,
+    encode,
+    encode_attach,
+)
+
+READ_BYTES = 1 << 20
+BACKLOG_BYTES = 1 << 20
+MAX_MESSAGE = 8 << 20
+FORGIVEN_S = 60.0
+_STRAY = frozenset({Type.OPENED, Type.END, Type.RESET, Type.DATA, Type.EOF, Type.ACK, Type.EXIT, Type.ERROR})
+
+
+class Stream(Protocol):
+    """What receives a stream's frames. ``on_frame`` raises WireError for what it refuses."""
+
+    def on_frame(self, frame: Frame) -> None: ...
+
+    def fail(self, error: ForkyardError) -> None: ...
+
+
+class Channel:
+    """See the module. ``on_violation`` is called once per forgiven violation, with its reason."""
+
+    def __init__(
+        self, to_guest: int, from_guest: int, *, box: str, on_violation: Callable[[str], None]
+    ) -> None:
+        self._to = to_guest
+        self._from = from_guest
+        self.box = box
+        self._on_violation = on_violation
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._decoder = Decoder()
+        self._out: deque[memoryview] = deque()
+        self._out_bytes = 0
+        self._writing = False
+        self._room = asyncio.Event()
+        self._room.set()
+        self._streams: dict[int, Stream] = {}
+        self._partial: dict[tuple[int, int], list[bytes]] = {}
+        self._partial_bytes = 0
+        self._next = 1
+        self._hello: asyncio.Future[bytes] | None = None
+        self._pings: dict[int, asyncio.Future[bytes]] = {}
+        self._quiesced: asyncio.Future[None] | None = None
+        self._violated_at: float | None = None
+        self.epoch = 0
+        self.error: ForkyardError | None = None
+
+    # ---- life
+
+    def start(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            for fd in (self._to, self._from):
+                os.set_blocking(fd, False)
+            self._loop.add_reader(self._from, self._readable)
+
+    def close(self) -> None:
+        """Stop listening and fail what waits. The descriptors are the owner's."""
+        self.lost(SandboxLostError("the channel to the sandbox was closed", cause="host"))
+
+    def lost(self, error: ForkyardError) -> None:
+        """The machine is gone: everything that waits, and every later call, gets ``error``."""
+        if self.error is not None:
+            return
+        self.error = error
+        if self._loop is not None:
+            self._loop.remove_reader(self._from)
+            if self._writing:
+                self._loop.remove_writer(self._to)
+        self._writing = False
+        self._out.clear()
+        self._out_bytes = 0
+        self._room.set()
+        self._fail_all(error, streams=True)
+
+    def _fail_all(self, error: ForkyardError, *, streams: bool) -> None:
+        waiting: list[asyncio.Future] = [*self._pings.values()]
+        if self._hello is not None:
+            waiting.append(self._hello)
+        if self._quiesced is not None:
+            waiting.append(self._quiesced)
+        self._pings.clear()
+        self._hello = self._quiesced = None
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # whoever waited may have gone: no warning for that
+        if streams:
+            held = list(self._streams.values())
+            self._streams.clear()
+            for stream in held:
+                stream.fail(error)
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self._loop is None:
+            raise UnavailableError(f"nobody is attached to sandbox {self.box}")
+
+    # ---- epochs
+
+    async def attach(self, timeout_s: float) -> bytes:
+        """Open a new epoch; the payload of the agent's HELLO.
+
+        Every stream of the former epoch ends with UnavailableError.
+
+        Raises:
+            DeadlineError: no answer in time. SandboxLostError: the machine is gone.
+        """
+        self.start()
+        self._check()
+        assert self._loop is not None
+        self._fail_all(
+            UnavailableError("the channel to the sandbox was opened anew", retryable=True), streams=True
+        )
+        self._partial.clear()
+        self._partial_bytes = 0
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.epoch = secrets.randbits(32) or 1
+        self._decoder.hunt(nonce)
+        # A frame that is half written has to be left half written: the zeros end it.
+        self._out.clear()
+        self._out_bytes = 0
+        self._room.set()
+        hello = self._hello = self._loop.create_future()
+        self.send(encode_attach(self.epoch, nonce))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await hello
+        except TimeoutError:
+            raise DeadlineError(
+                f"the agent of {self.box} did not answer within {timeout_s:g} s", retryable=True
+            ) from None
+        finally:
+            if self._hello is hello:
+                self._hello = None
+
+    def violation(self, why: str) -> None:
+        """The guest broke the protocol: forgive it once (a new epoch), else it is lost."""
+        now = time.monotonic()
+        if self._violated_at is not None and now - self._violated_at < FORGIVEN_S:
+            self.lost(SandboxLostError(f"the guest broke the wire protocol: {why}", cause="guest"))
+            return
+        self._violated_at = now
+        self._decoder.hunt(secrets.token_bytes(NONCE_BYTES))  # deaf until the next attach
+        self._on_violation(why)
+
+    # ---- out
+
+    def send(self, *frames: bytes) -> None:
+        """Queue frames; they leave in this order, at once where the pipe has room."""
+        self._check()
+        for frame in frames:
+            self._out.append(memoryview(frame))
+            self._out_bytes += len(frame)
+        if not self._writing:
+            self._writable()
+        if self._out_bytes > BACKLOG_BYTES:
+            self._room.clear()
+
+    async def room(self) -> None:
+        """Wait until the queue is short enough for more bulk data."""
+        self._check()
+        await self._room.wait()
+        self._check()
+
+    def _writable(self) -> None:
+        assert self._loop is not None
+        try:
+            while self._out:
+                part = self._out[0]
+                n = os.write(self._to, part)
+                self._out_bytes -= n
+                if n < len(part):
+                    self._out[0] = part[n:]
+                else:
+                    self._out.popleft()
+        except (BlockingIOError, InterruptedError):
+            if not self._writing:
+                self._loop.add_writer(self._to, self._writable)
+                self._writing = True
+        except OSError as e:
+            self.lost(SandboxLostError(f"cannot write to the sandbox: {e.strerror}", cause="unknown"))
+            return
+        else:
+            if self._writing:
+                self._loop.remove_writer(self._to)
+                self._writing = False
+        if self._out_bytes <= BACKLOG_BYTES // 2:
+            self._room.set()
+
+    # ---- in
+
+    def _readable(self) -> None:
+        try:
+            data = os.read(self._from, READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as e:
+            self.lost(SandboxLostError(f"cannot read from the sandbox: {e.strerror}", cause="unknown"))
+            return
+        if not data:
+            self.lost(SandboxLostError("the sandbox closed its channel", cause="unknown"))
+            return
+        try:
+            for frame in self._decoder.feed(data):
+                self._dispatch(frame)
+                if self.error is not None:
+                    return
+        except WireError as e:
+            self.violation(str(e))
+
+    def _whole(self, frame: Frame) -> Frame | None:
+        """Put a message of several frames together."""
+        key = (frame.stream, frame.type)
+        if not frame.flags & MORE and key not in self._partial:
+            return frame
+        if frame.type not in (Type.HELLO, Type.END, Type.OPENED):
+            raise WireError("a frame in parts where none may be")
+        self._partial_bytes += len(frame.payload)
+        if self._partial_bytes > MAX_MESSAGE:
+            raise WireError("a message is too long")
+        parts = self._partial.setdefault(key, [])
+        parts.append(frame.payload)
+        if frame.flags & MORE:
+            return None
+        del self._partial[key]
+        payload = b"".join(parts)
+        self._partial_bytes -= len(payload)
+        return frame._replace(payload=payload, flags=0)
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.epoch != self.epoch or self._decoder.hunting:
+            return
+        if not frame.intact:
+            raise WireError("a frame's checksum is wrong")
+        whole = self._whole(frame)
+        if whole is None:
+            return
+        stream = self._streams.get(whole.stream)
+        if stream is not None and whole.type in _STRAY:
+            stream.on_frame(whole)
+        elif whole.type in _STRAY:
+            if whole.stream >= self._next or not whole.stream & 1:
+                raise WireError(f"a frame for stream {whole.stream}, which was never opened")
+        elif whole.type == Type.HELLO and self._hello is not None:
+            if not self._hello.done():
+                self._hello.set_result(whole.payload[NONCE_BYTES:])
+        elif whole.type == Type.PONG:
+            future = self._pings.pop(whole.stream, None)
+            if future is not None and not future.done():
+                future.set_result(whole.payload)
+        elif whole.type == Type.QUIESCED:
+            if self._quiesced is not None and not self._quiesced.done():
+                self._quiesced.set_result(None)
+        else:
+            raise WireError(f"a frame of type {whole.type}")
+
+    # ---- streams and control
+
+    def open(self, stream: Stream) -> int:
+        """A number for a new stream of ours; its frames go to ``stream`` until :meth:`forget`."""
+        self._check()
+        number, self._next = self._next, self._next + 2
+        self._streams[number] = stream
+        return number
+
+    def forget(self, number: int, *, reset: bool = False) -> None:
+        """Drop a stream; with ``reset`` the agent is told to do so too."""
+        known = self._streams.pop(number, None) is not None
+        for key in [k for k in self._partial if k[0] == number]:
+            self._partial_bytes -= sum(map(len, self._partial.pop(key)))
+        if known and reset and self.error is None:
+            self.send(encode(Type.RESET, number, self.epoch))
+
+    async def ping(self, timeout_s: float) -> float:
+        """Seconds until the agent's answer.
+
+        Raises:
+            DeadlineError: none came in time.
+        """
+        self._check()
+        assert self._loop is not None
+        number, self._next = self._next, self._next + 2
+        future: asyncio.Future[bytes] = self._loop.create_future()
+        self._pings[number] = future
+        started = time.perf_counter()
+        self.send(encode(Type.PING, number, self.epoch))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future
+        except TimeoutError:
+            raise DeadlineError(f"the agent did not answer within {timeout_s:g} s", retryable=True) from None
+        finally:
+            self._pings.pop(number, None)
+        return time.perf_counter() - started
+
+    async def quiesce(self, timeout_s: float, *, sync: bool) -> bool:
+        """Ask the agent to fall silent; whether it said so in time."""
+        self._check()
+        assert self._loop is not None
+        future = self._quiesced = self._loop.create_future()
+        self.send(encode(Type.QUIESCE, 0, self.epoch, b"\1" if sync else b"\0"))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._quiesced = None
+
+    def unquiesce(self) -> None:
+        with contextlib.suppress(ForkyardError):
+            self.send(encode(Type.UNQUIESCE, 0, self.epoch))

@@ -1,0 +1,408 @@
+"""One command in a guest: its output by offset, its stdin by credit, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal as signals
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from forkyard import wire
+from forkyard.errors import ForkyardError, InvalidRequestError
+from forkyard.guest.channel import Channel
+from forkyard.guest.request import error_of
+from forkyard.wire import Frame, Packer, Scope, SpawnFlag, Type, Unpacker, WireError
+
+OUTPUT_WINDOW = 1 << 20
+ACK_EVERY = 64 << 10
+KINDS: dict[int, Literal["stdout", "stderr"]] = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnSpec:
+    """One command.
+
+    Attributes:
+        argv: Program and arguments; a program without a slash is looked up in ``env``'s PATH.
+        env: The environment. PATH, HOME, USER, LOGNAME, SHELL and (PTY) TERM are added where absent.
+        cwd: Working directory; None is the user's home.
+        user: A name, ``uid`` or ``uid:gid``.
+        stdin: ``"none"`` is /dev/null. ``pty`` implies a stdin.
+        merge: stderr goes where stdout goes.
+        nofile: Limit of open files, hard and soft.
+        tag: Up to 64 bytes of the daemon's own, given back when it attaches again.
+        detached: Never wait for a reader: the oldest output is dropped instead.
+    """
+
+    argv: list[str] | list[bytes]
+    env: dict[str, str]
+    cwd: str | None = None
+    user: str = "root"
+    pty: bool = False
+    rows: int = 24
+    cols: int = 80
+    stdin: Literal["none", "pipe"] = "none"
+    merge: bool = False
+    nofile: int | None = None
+    tag: bytes = b""
+    detached: bool = False
+
+    def encode(self) -> bytes:
+        flags = (
+            (SpawnFlag.PTY if self.pty else 0)
+            | (SpawnFlag.MERGE if self.merge else 0)
+            | (SpawnFlag.STDIN if self.stdin == "pipe" and not self.pty else 0)
+            | (SpawnFlag.DETACHED if self.detached else 0)
+        )
+        p = Packer().u32(flags).u16(_size(self.rows)).u16(_size(self.cols)).u32(self.nofile or 0)
+        p.str(_bytes(self.user)).str(_bytes(self.cwd or "")).str(self.tag[:64])
+        p.u32(len(self.argv))
+        for arg in self.argv:
+            p.str(_bytes(arg))
+        p.u32(len(self.env))
+        for key, value in self.env.items():
+            if not key or "=" in key:
+                raise InvalidRequestError(f"{key!r} is no name for an environment variable")
+            p.str(_bytes(f"{key}={value}"))
+        payload = p.done()
+        if len(payload) > wire.MAX_REQUEST:
+            raise InvalidRequestError(
+                f"arguments and environment have {len(payload)} bytes, at most {wire.MAX_REQUEST} are possible",
+                hint="pass long data through stdin or a file",
+            )
+        return payload
+
+
+def _bytes(value: str | bytes) -> bytes:
+    data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
+    if b"\0" in data:
+        raise InvalidRequestError("a NUL byte in an argument, a path or the environment")
+    return data
+
+
+def _size(n: int) -> int:
+    return min(max(n, 1), 65535)
+
+
+class Output(NamedTuple):
+    """A piece of output that begins ``offset`` bytes after the stream's start. ``gap`` stands for
+    ``missing`` bytes of ``stream`` that were no longer kept; output goes on at ``offset``."""
+
+    kind: Literal["stdout", "stderr", "gap"]
+    offset: int
+    data: bytes
+    stream: Literal["stdout", "stderr"]
+    missing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatus:
+    """``code`` is 128 + ``signal`` for a command that a signal ended. ``max_rss_mb`` is 0 where unknown."""
+
+    code: int
+    signal: int | None
+    cpu_ms: float
+    max_rss_mb: float
+    oom: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KnownProcess:
+    """One line of the agent's table: a command that it still keeps, running or not."""
+
+    pid: int
+    id: int
+    pty: bool
+    detached: bool
+    exited: bool
+    code: int
+    signal: int
+    stdout_start: int
+    stdout_end: int
+    stderr_start: int
+    stderr_end: int
+    stdin_received: int
+    tag: bytes
+
+    @classmethod
+    def read(cls, u: Unpacker) -> KnownProcess:
+        pid, number, flags = u.u32(), u.u32(), u.u32()
+        out_start, out_end, err_start, err_end, stdin = (u.u64() for _ in range(5))
+        code, sig, tag = u.u32(), u.u32(), u.str(64)
+        return cls(
+            pid=pid,
+            id=number,
+            pty=bool(flags & SpawnFlag.PTY),
+            detached=bool(flags & SpawnFlag.DETACHED),
+            exited=bool(flags & SpawnFlag.EXITED),
+            code=code & 0xFF,
+            signal=sig & 0x7F,
+            stdout_start=out_start,
+            stdout_end=out_end,
+            stderr_start=err_start,
+            stderr_end=err_end,
+            stdin_received=stdin,
+            tag=tag,
+        )
+
+
+class GuestProcess:
+    """A command that this daemon is attached to. Made by ``Guest.spawn`` and ``Guest.process``.
+
+    Output is acknowledged as it is taken from :meth:`output`, so a reader that stops holds the
+    command up and nothing else. Every method raises SandboxLostError once the machine is gone.
+    """
+
+    def __init__(self, channel: Channel, *, stdin: bool) -> None:
+        self._channel = channel
+        self.stream = channel.open(self)
+        self.pid = 0
+        self.id = 0
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue: deque[Output] = deque()
+        self._wake = asyncio.Event()
+        self._seen = [0, 0, 0]
+        self._taken = [0, 0, 0]
+        self._acked = [0, 0, 0]
+        self._limit = [0, wire.WINDOW, wire.WINDOW]
+        self._status: ExitStatus | None = None
+        self._error: ForkyardError | None = None
+        self._released = False
+        self._has_stdin = stdin
+        self._stdin_open = stdin
+        self._sent = 0
+        self._stdin_limit = wire.WINDOW if stdin else 0
+        self._credit = asyncio.Event()
+
+    # ---- what the agent says
+
+    def on_frame(self, frame: Frame) -> None:
+        u = Unpacker(frame.payload)
+        if frame.type == Type.DATA:
+            self._on_data(frame)
+        elif frame.type == Type.ACK:
+            if frame.chan != wire.STDIN:
+                raise WireError("credit for a stream that the guest writes")
+            u.u64()
+            limit = u.u64()
+            if limit > self._stdin_limit:
+                self._stdin_limit = min(limit, self._sent + (64 << 20))
+                self._credit.set()
+        elif frame.type == Type.EXIT:
+            if self._status is not None:
+                raise WireError("a second exit status")
+            code, sig, flags, cpu_us, rss_kb = u.u32(), u.u32(), u.u32(), u.u64(), u.u64()
+            sig &= 0x7F
+            self._status = ExitStatus(
+                code=128 + sig if sig else code & 0xFF,
+                signal=sig or None,
+                cpu_ms=cpu_us / 1000,
+                max_rss_mb=rss_kb / 1024,
+                oom=bool(flags & 1),
+            )
+            self._end_stdin()
+            self._wake.set()
+        elif frame.type == Type.OPENED:
+            self._on_opened(frame, u)
+        elif frame.type == Type.EOF:
+            self._end_stdin()
+        elif frame.type == Type.END:
+            self.fail(error_of(u) or ForkyardError("the agent ended the stream"))
+            self._channel.forget(self.stream)
+        elif frame.type == Type.RESET:
+            self.fail(ForkyardError("another reader attached to this process"))
+            self._channel.forget(self.stream)
+        elif frame.type != Type.ERROR:
+            raise WireError(f"a frame of type {frame.type} for a process")
+
+    def _on_opened(self, frame: Frame, u: Unpacker) -> None:
+        self.pid, self.id = u.u32(), u.u32()
+        if frame.chan == wire.Op.ADOPT:
+            u.u32()
+            for chan in (wire.STDOUT, wire.STDERR):
+                start = u.u64()
+                self._acked[chan] = start
+                self._limit[chan] = start + wire.WINDOW
+            self._sent = u.u64()
+            self._stdin_limit = 0
+            self._grant(wire.STDOUT)
+            self._grant(wire.STDERR)
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def _on_data(self, frame: Frame) -> None:
+        kind = KINDS.get(frame.chan)
+        if kind is None or len(frame.payload) < 8:
+            raise WireError("data of no stream")
+        offset = int.from_bytes(frame.payload[:8], "little")
+        data = frame.payload[8:]
+        chan, end = frame.chan, offset + len(data)
+        if end > self._limit[chan]:
+            if offset - self._seen[chan] < len(data) or offset > 1 << 62:
+                raise WireError("more data than was asked for")
+            self._limit[chan] = end  # a gap: what was dropped counts as sent
+        seen = self._seen[chan]
+        if end <= seen:
+            return
+        if offset < seen:
+            data, offset = data[seen - offset :], seen
+        if offset > seen:
+            self._queue.append(Output("gap", offset, b"", kind, offset - seen))
+        self._seen[chan] = end
+        self._queue.append(Output(kind, offset, data, kind))
+        self._wake.set()
+
+    def fail(self, error: ForkyardError) -> None:
+        if self._error is None and not (self._released and self._status):
+            self._error = error
+        if not self._opened.done():
+            self._opened.set_exception(error)
+            self._opened.exception()
+        self._end_stdin()
+        self._wake.set()
+
+    def _end_stdin(self) -> None:
+        self._stdin_open = False
+        self._credit.set()
+
+    def _send(self, type_: Type, payload: bytes = b"", *, chan: int = 0) -> None:
+        if self._error is not None:
+            raise self._error
+        self._channel.send(wire.encode(type_, self.stream, self._channel.epoch, payload, chan=chan))
+
+    # ---- for Guest
+
+    def rebind(self) -> tuple[int, bytes]:
+        """A new stream in a new epoch, and the ADOPT request that goes on where this reader is."""
+        self.stream = self._channel.open(self)
+        self._error = None
+        self._opened = asyncio.get_running_loop().create_future()
+        self._stdin_open = self._has_stdin and self._status is None
+        return self.stream, self.adopt_request()
+
+    def start_at(self, stdout: int, stderr: int) -> None:
+        self._seen = [0, stdout, stderr]
+        self._taken = [0, stdout, stderr]
+
+    def adopt_request(self) -> bytes:
+        return Packer().u32(self.pid).u64(self._seen[1]).u64(self._seen[2]).done()
+
+    async def opened(self) -> None:
+        await self._opened
+
+    @property
+    def finished(self) -> bool:
+        return self._status is not None or self._released
+
+    # ---- reading
+
+    def _grant(self, chan: int) -> None:
+        self._acked[chan] = self._taken[chan]
+        self._limit[chan] = max(self._limit[chan], self._taken[chan] + OUTPUT_WINDOW)
+        payload = self._taken[chan].to_bytes(8, "little") + self._limit[chan].to_bytes(8, "little")
+        self._channel.send(wire.encode(Type.ACK, self.stream, self._channel.epoch, payload, chan=chan))
+
+    def _took(self, item: Output) -> None:
+        chan = wire.STDOUT if item.stream == "stdout" else wire.STDERR
+        self._taken[chan] = item.offset + len(item.data)
+        due = self._taken[chan] - self._acked[chan] >= ACK_EVERY
+        if due and self._status is None and self._error is None:
+            self._grant(chan)
+
+    async def output(self) -> AsyncIterator[Output]:
+        """The output until the command has ended. One reader at a time.
+
+        Raises:
+            SandboxLostError: the machine died. ForkyardError: another reader took over.
+        """
+        while True:
+            while self._queue:
+                item = self._queue.popleft()
+                yield item
+                self._took(item)
+            if self._status is not None:
+                return
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def wait(self) -> ExitStatus:
+        """The exit status, which the agent may then forget.
+
+        Output that nobody takes holds the command up once it fills the window: read
+        :meth:`output` too, or :meth:`detach`.
+        """
+        while self._status is None:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        self._release()
+        return self._status
+
+    def _release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        if self._error is None and self._channel.error is None:
+            self._send(Type.RELEASE)
+        self._channel.forget(self.stream)
+
+    def detach(self) -> None:
+        """Let go of it: it runs on, its recent output is kept for whoever attaches next."""
+        if self._status is None:
+            self._release()
+            self._error = self._error or ForkyardError("this reader let go of the process")
+            self._end_stdin()
+            self._wake.set()
+
+    # ---- writing
+
+    async def write(self, data: bytes) -> None:
+        """Send to its stdin, as fast as it reads. Ends silently where nobody reads it any more."""
+        view = memoryview(data)
+        while view:
+            if self._error is not None:
+                raise self._error
+            if not self._stdin_open:
+                return
+            credit = self._stdin_limit - self._sent
+            if credit <= 0:
+                self._credit.clear()
+                await self._credit.wait()
+                continue
+            await self._channel.room()
+            n = min(len(view), credit, wire.MAX_DATA)
+            frame = wire.encode_data(
+                self.stream, self._channel.epoch, wire.STDIN, self._sent, bytes(view[:n])
+            )
+            self._sent += n
+            view = view[n:]
+            self._channel.send(frame)
+
+    def close_stdin(self) -> None:
+        """End of file for its stdin (Ctrl-D for a PTY). Idempotent."""
+        if self._stdin_open and self._error is None:
+            self._stdin_open = False
+            self._send(Type.EOF, chan=wire.STDIN)
+
+    def resize(self, rows: int, cols: int) -> None:
+        self._send(Type.RESIZE, Packer().u16(_size(rows)).u16(_size(cols)).done())
+
+    def signal(self, number: int, *, scope: Scope = Scope.GROUP) -> None:
+        """Send a signal to its process group, or to the process alone.
+
+        Raises:
+            InvalidRequestError: no such signal.
+        """
+        if number < 0 or number >= signals.NSIG:
+            raise InvalidRequestError(f"there is no signal {number}")
+        if self._status is None:
+            self._send(Type.SIGNAL, Packer().u32(number).u8(scope).done())
+
+    def kill_tree(self) -> None:
+        """SIGKILL for it and all that descends from it, other sessions included. Its exit follows."""
+        self._send(Type.SIGNAL, Packer().u32(9).u8(Scope.TREE).done())
