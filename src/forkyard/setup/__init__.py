@@ -1,0 +1,11 @@
+"""Set-up and doctor: from ``pip install`` to the first sandbox, and why it does not work.
+
+settings = forkyard.config.load()
+report = await run_setup(settings, newest=False, tune=None)   # forkyard setup
+checks = await doctor.run(settings)                           # forkyard doctor
+ready = await quick_setup(settings)                           # the daemon, before it opens a yard
+"""
+
+from forkyard.setup.steps import Report, build_template, quick_setup, run_setup
+
+__all__ = ["Report", "build_template", "quick_setup", "run_setup"]

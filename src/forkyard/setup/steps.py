@@ -1,0 +1,466 @@
+"""Set-up: everything between ``pip install`` and the first sandbox, each step repeatable.
+
+await run_setup(settings)          # forkyard setup
+await quick_setup(settings)        # the daemon, before it opens its yard
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forkyard import config
+from forkyard.config import Settings
+from forkyard.engines.base import Engine
+from forkyard.engines.gvisor import GVisor, Runsc
+from forkyard.errors import ConflictError, ForkyardError, UnsupportedError
+from forkyard.host import mounts, probe
+from forkyard.host.files import write_atomic
+from forkyard.setup import apt, debian, runsc
+from forkyard.setup.progress import Progress, progress_for, step
+from forkyard.setup.recipes import BASE, Recipe
+from forkyard.setup.trial import choose_platform, open_trial
+from forkyard.store.disks import DiskStore
+from forkyard.store.loopfile import GIB, LoopFile
+
+__all__ = ["Report", "build_template", "quick_setup", "run_setup"]
+
+SYSTEM_HOME = Path("/var/lib/forkyard")
+# {program: Debian package}, of what set-up and the daemon call.
+PROGRAMS = {
+    "mkfs.btrfs": "btrfs-progs",
+    "mmdebstrap": "mmdebstrap",
+    "dpkg-deb": "dpkg",
+    "unshare": "util-linux",
+}
+UBUNTU_KEYS = {"/usr/share/keyrings/ubuntu-archive-keyring.gpg": "ubuntu-keyring"}
+
+# Descriptors that keep other homes' stores mounted for as long as this process lives.
+_PINS: dict[Path, int] = {}
+
+
+@dataclass(slots=True)
+class Report:
+    """What set-up found or made. ``ms`` is how long it took in all."""
+
+    home: Path
+    runsc: str = ""
+    version: str = ""
+    platform: str = ""
+    template: dict[str, Any] = field(default_factory=dict)
+    warm: bool = False
+    ms: float = 0.0
+
+
+async def run_setup(
+    settings: Settings,
+    *,
+    progress: Progress | None = None,
+    newest: bool = False,
+    tune: bool | None = None,
+) -> Report:
+    """Make ``settings.home`` ready to run sandboxes. What is there already is left alone.
+
+    Args:
+        progress: Where steps are shown; by default stdout.
+        newest: Build the newest runsc from source (needs Go) and use it.
+        tune: True sets the host-wide ``rcu_expedited``, False takes it back, None leaves it.
+
+    Raises:
+        UnsupportedError: something that this host lacks, with what to do.
+        ConflictError: a daemon has this home and set-up has something to change in it.
+        CapacityError: not enough disk.
+    """
+    started = time.monotonic()
+    show = progress or progress_for(sys.stdout)
+    home = settings.home
+    if sys.platform != "linux":
+        raise UnsupportedError("sandboxes need Linux", hint="use the client with a FORKYARD_URL here")
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except PermissionError:
+        raise UnsupportedError(f"{home} cannot be made", hint="run as root, or set FORKYARD_HOME") from None
+    report = Report(home)
+    with _alone(home):
+        borrowed = await _borrow(settings, show)
+        if not borrowed:
+            await _host_packages(settings, show)
+            await _engine_and_base(settings, newest, show)
+        await _platform(settings, show)
+        await _warm(settings, show, report)
+        if tune is not None:
+            _tune(tune, show)
+    engine = runsc.read_engine(home) or {}
+    report.runsc = engine.get("runsc", "")
+    report.version = engine.get("version", "")
+    report.platform = engine.get("platform", "")
+    report.template = read_template(home, "base") or {}
+    report.ms = (time.monotonic() - started) * 1000
+    return report
+
+
+@contextlib.contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """One set-up at a time; a second waits for the first and then finds everything there."""
+    fd = os.open(home / "setup.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _as_daemon(home: Path) -> Iterator[bool]:
+    """Hold the home's lock as a daemon does; yields False if a daemon has it."""
+    fd = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        yield True
+    finally:
+        os.close(fd)
+
+
+@contextlib.asynccontextmanager
+async def _store(settings: Settings) -> AsyncIterator[DiskStore]:
+    """The home's disk store, opened under its lock; it stays mounted."""
+    with _as_daemon(settings.home) as mine:
+        if not mine:
+            raise ConflictError(
+                f"a daemon is running in {settings.home}, and set-up has something to change there",
+                hint="forkyard daemon stop, then forkyard setup again",
+            )
+        disks = DiskStore(settings.home, settings)
+        await disks.open()
+        try:
+            yield disks
+        finally:
+            await disks.close(unmount=False)
+
+
+async def _host_packages(settings: Settings, show: Progress) -> None:
+    with step(show, "packages") as it:
+        wanted = dict(PROGRAMS)
+        if apt.host_release().id == "ubuntu":
+            wanted |= UBUNTU_KEYS
+        lacking = apt.missing(wanted)
+        if lacking:
+            it.doing(f"installing {', '.join(lacking)} with apt")
+            await apt.install(lacking)
+            it.result = f"installed {', '.join(lacking)}"
+
+
+async def _engine_and_base(settings: Settings, newest: bool, show: Progress) -> None:
+    """Side by side: one is a download, the other mostly unpacking."""
+    try:
+        async with asyncio.TaskGroup() as tg:
+            tg.create_task(_engine(settings, newest, show))
+            tg.create_task(_base(settings, show))
+    except* ForkyardError as group:
+        raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _engine(settings: Settings, newest: bool, show: Progress) -> None:
+    home = settings.home
+    with step(show, "runsc") as it:
+        known = runsc.read_engine(home)
+        built = (home / "engine" / "newest" / "runsc").exists()
+        if known and not (newest and not built) and settings.runsc in (None, known["runsc"]):
+            it.result = f"already there: {known['version']} at {known['runsc']}"
+            return
+
+        async def boots(candidate: Runsc) -> None:
+            engine = GVisor(candidate, "systrap", home / "engine" / "shared")
+            async with open_trial(engine, home) as trial:
+                await trial.boot()
+
+        if newest and not built:
+            it.doing("building the newest runsc from source (a minute or two)")
+            await runsc.build_newest(home)
+        chosen, why = await runsc.find(settings, boots)
+        if chosen is None:
+            it.doing("downloading runsc")
+            await runsc.fetch(home)
+            chosen, why = await runsc.find(settings, boots)
+        if chosen is None:
+            raise UnsupportedError(
+                f"no usable runsc: {why}", hint="set FORKYARD_RUNSC to a runsc from 2024 or later"
+            )
+        others = [{"runsc": str(c.path), "origin": c.origin} for c in runsc.candidates(settings)]
+        runsc.write_engine(home, chosen, "", others)
+        it.result = f"{chosen.version} ({why}), boots"
+
+
+def read_template(home: Path, name: str) -> dict[str, Any] | None:
+    """A template's record, or None."""
+    try:
+        record = json.loads((home / "templates" / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _write_template(home: Path, record: dict[str, Any]) -> None:
+    directory = home / "templates"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    write_atomic(directory / f"{record['name']}.json", json.dumps(record, indent=1) + "\n")
+
+
+async def _base(settings: Settings, show: Progress) -> None:
+    with step(show, "base") as it:
+        record = read_template(settings.home, BASE.name)
+        fresh = record is not None and record["key"] == BASE.key(system=debian.system())
+        if record is not None and fresh and all(_in_place(settings.home, x) for x in record["layers"]):
+            it.result = f"already there: {record['size_bytes'] >> 20} MiB"
+            return
+        async with _store(settings) as disks:
+            if record is not None and fresh and all(_in_place(settings.home, x) for x in record["layers"]):
+                it.result = f"already there, its store mounted: {record['size_bytes'] >> 20} MiB"
+                return
+            it.doing("building the base template from Debian packages (a minute)")
+            record = await build_template(settings.home, disks, BASE)
+            it.result = f"built: {record['size_bytes'] >> 20} MiB"
+
+
+def _in_place(home: Path, layer: str) -> bool:
+    return (home / "store" / "layers" / layer / "up").is_dir()
+
+
+async def build_template(home: Path, disks: DiskStore, recipe: Recipe) -> dict[str, Any]:
+    """Build a recipe's template, and its parent first if that is not there; returns its record.
+
+    A recipe with a parent becomes one layer on top of the parent's, made in the merged root.
+
+    Raises:
+        UnsupportedError: the host has no package source to build from.
+        InternalError: a package or a command of the recipe failed; the message has its output.
+    """
+    key = recipe.key(system=debian.system())
+    below: list[str] = []
+    size = 0
+    if recipe.parent is not None:
+        parent = read_template(home, recipe.parent.name)
+        if parent is None or parent["key"] != recipe.parent.key(system=debian.system()):
+            parent = await build_template(home, disks, recipe.parent)
+        below, size = parent["layers"], parent["size_bytes"]
+    layer = f"t-{recipe.name}-{key[:12]}"
+    await disks.drop_layer(layer)
+
+    async def fill(up: Path) -> None:
+        if not below:
+            # mmdebstrap wants to make its target's content itself, and takes an empty directory.
+            await debian.build_root(recipe, up)
+            return
+        scratch = up.with_name("root")
+        work = up.with_name("work")
+        for path in (scratch, work):
+            path.mkdir(mode=0o700)
+        lowers = [disks.layer_path(name) for name in below]
+        try:
+            await debian.build_upper(recipe, lowers, up, work, scratch)
+        finally:
+            scratch.rmdir()
+            debian.rmtree(work)
+
+    size += await disks.import_layer(layer, fill)
+    record = {
+        "name": recipe.name,
+        "key": key,
+        "layers": [layer, *below],
+        "user": recipe.user,
+        "workdir": recipe.workdir,
+        "env": dict(recipe.env),
+        "created_at": time.time(),
+        "size_bytes": size,
+    }
+    _write_template(home, record)
+    return record
+
+
+async def _platform(settings: Settings, show: Progress) -> None:
+    home = settings.home
+    with step(show, "platform") as it:
+        record = runsc.read_engine(home)
+        if record is None:
+            it.result = "left open"
+            return
+        if record.get("platform"):
+            it.result = f"already chosen: {record['platform']}"
+            return
+        it.doing("measuring how quickly commands start")
+        binary = await Runsc.probe(Path(record["runsc"]))
+
+        async def open_engine(platform: str) -> Engine:
+            return GVisor(binary, platform, home / "engine" / "shared")
+
+        template = read_template(home, "base")
+        assert template is not None
+        lowers = _layer_paths(home, template["layers"])
+        chosen, figures = await choose_platform(open_engine, home, lowers)
+        record["platform"] = chosen
+        record["measured"] = [
+            {"platform": t.platform, "boot_ms": round(t.boot_ms), "command_ms": round(t.command_ms, 1)}
+            for t in figures
+        ]
+        write_atomic(runsc.engine_file(home), json.dumps(record, indent=1) + "\n", mode=0o644)
+        told = ", ".join(f"{t.platform} {t.command_ms:.0f} ms" for t in figures)
+        it.result = f"{chosen} (a command after a pause: {told})"
+
+
+def _layer_paths(home: Path, layers: list[str]) -> list[Path]:
+    paths = []
+    for layer in layers:
+        reference = None
+        with contextlib.suppress(OSError, ValueError):
+            reference = json.loads((home / "store" / "layers" / f"{layer}.json").read_text()).get("ref")
+        paths.append(Path(reference) if reference else home / "store" / "layers" / layer / "up")
+    return paths
+
+
+async def _warm(settings: Settings, show: Progress, report: Report) -> None:
+    """Make the memory image from which sandboxes of ``base`` start."""
+    from forkyard.requests import Caller, WarmTemplate
+    from forkyard.yard.yard import open_yard
+
+    home = settings.home
+    engine = runsc.read_engine(home) or {}
+    template = read_template(home, "base") or {}
+    mark = home / "engine" / "warm.json"
+    agent = (Path(config.__file__).parent / "agent" / "fy-agent").stat()
+    wanted = [
+        engine.get("digest"),
+        engine.get("platform"),
+        template.get("key"),
+        agent.st_size,
+        agent.st_mtime,
+    ]
+    with step(show, "warm image") as it:
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(mark.read_text()) == wanted:
+                report.warm = True
+                return
+        with _as_daemon(home) as mine:
+            if not mine:
+                it.result = "left to the running daemon"
+                return
+            it.doing("booting base once and saving its memory")
+            async with open_yard(settings) as yard:
+                caller = Caller(uid=os.getuid(), pid=os.getpid())
+                await yard.warm_template(WarmTemplate(name="base"), caller)
+            write_atomic(mark, json.dumps(wanted))
+            report.warm = True
+
+
+def _tune(on: bool, show: Progress) -> None:
+    with step(show, "tune") as it:
+        if probe.rcu_expedited() is on:
+            it.result = f"rcu_expedited is {int(on)} already"
+            return
+        before = probe.grace_period_ms()
+        try:
+            probe.set_rcu_expedited(on)
+        except OSError as error:
+            raise UnsupportedError(
+                f"rcu_expedited cannot be set: {error.strerror}",
+                hint="it needs root and a kernel that has it",
+            ) from None
+        after = probe.grace_period_ms()
+        figures = f": a wait for RCU took {before:.1f} ms, now {after:.1f} ms" if before and after else ""
+        it.result = f"rcu_expedited set to {int(on)} until the next boot{figures}"
+
+
+# -- a second home ---------------------------------------------------------------------------
+
+
+async def _borrow(settings: Settings, show: Progress) -> bool:
+    if _lender(settings) is None:
+        return False
+    with step(show, "borrow") as it:
+        done = await quick_setup(settings)
+        it.result = f"engine and base of {_lender(settings)}"
+        return done
+
+
+def _lender(settings: Settings) -> Path | None:
+    """The ready home whose engine and base this one uses, or None."""
+    if settings.runsc is not None:
+        return None
+    other = settings.base_from or SYSTEM_HOME
+    if os.path.realpath(other) == os.path.realpath(settings.home):
+        return None
+    own = read_template(settings.home, "base")
+    if own is not None and own.get("from") != str(other):
+        return None
+    if runsc.read_engine(other) is None or read_template(other, "base") is None:
+        return None
+    return other
+
+
+async def quick_setup(settings: Settings) -> bool:
+    """Make a home ready in well under a second by using a ready one's engine and base, read-only.
+
+    The daemon calls this, with its home's lock held, before it opens its yard; in a home
+    that is set up by itself it does nothing. It also mounts the other home's store if that is not, as
+    after a reboot, and keeps it mounted while this process lives.
+
+    Returns:
+        Whether the home uses another's engine and base.
+    """
+    other = _lender(settings)
+    if other is None:
+        return False
+    await _mount_store(other, settings)
+    home = settings.home
+    engine = runsc.read_engine(other)
+    template = read_template(other, "base")
+    assert engine is not None and template is not None
+    paths = _layer_paths(other, template["layers"])
+    if not all(path.is_dir() for path in paths):
+        return False
+    (home / "engine").mkdir(parents=True, exist_ok=True)
+    if runsc.read_engine(home) is None or runsc.read_engine(home) != engine:
+        write_atomic(runsc.engine_file(home), json.dumps(engine, indent=1) + "\n", mode=0o644)
+    mine = read_template(home, "base")
+    if mine is not None and mine["key"] == template["key"]:
+        return True
+    disks = DiskStore(home, settings)
+    await disks.open()
+    try:
+        for layer, path in zip(template["layers"], paths, strict=True):
+            with contextlib.suppress(ConflictError):
+                await disks.reference_layer(layer, path)
+    finally:
+        await disks.close(unmount=False)
+    _write_template(home, template | {"from": str(other)})
+    return True
+
+
+async def _mount_store(home: Path, settings: Settings) -> None:
+    store = home / "store"
+    image = home / "store.img"
+    if image.exists() and not mounts.is_mount(store):
+        await LoopFile(image, store, settings.store_gb * GIB).ensure()
+    if home not in _PINS:
+        _PINS[home] = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
