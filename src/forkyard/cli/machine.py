@@ -1,4 +1,4 @@
-"""The verbs about this machine: set-up, checks, the daemon, settings, completion."""
+"""The verbs about this machine: set-up, checks, settings, completion."""
 
 from __future__ import annotations
 
@@ -18,6 +18,30 @@ def version_verb(as_json: bool) -> None:
         print_json({"version": __version__})
     else:
         print(f"forkyard {__version__}")
+
+
+@click.command("setup", epilog="""\b
+Examples:
+  forkyard setup
+  forkyard setup --store-gb 200
+  FORKYARD_HOME=/data/forkyard forkyard setup""")
+@click.option("--newest", is_flag=True, help="Build the newest engine from source and use it (needs Go).")
+@click.option("--tune/--no-tune", default=None,
+              help="Make the kernel's grace periods short, for quicker starts of all; or take that back.")
+@click.option("--store-gb", type=click.IntRange(min=1), metavar="N",
+              help="Size of the store, where it is a file.")
+def setup_verb(newest: bool, tune: bool | None, store_gb: int | None) -> None:
+    """Make this machine ready: engine, store, base template.
+
+    What is there already is left alone, so it can be run again at any time. It says what it does.
+    """
+    import asyncio
+
+    from forkyard import config
+    from forkyard.setup import run_setup
+
+    report = asyncio.run(run_setup(config.load({"store_gb": store_gb}), newest=newest, tune=tune))
+    print(f"{report.home} is ready ({report.ms / 1000:.1f} s)")
 
 
 @click.command("config", epilog="""\b

@@ -53,6 +53,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "audit": ("watching", "Read the audit log."),
     },
     "This machine": {
+        "setup": ("machine", "Make this machine ready: engine, store, base template."),
         "daemon": ("daemon", "Start, stop or look at the daemon."),
         "config": ("machine", "Show each setting and where it came from."),
         "completion": ("machine", "Print the completion script for a shell."),
