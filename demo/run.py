@@ -116,7 +116,7 @@ def living(client: Client, show: Show) -> None:
         point = client.checkpoint(brave.id, label="before the clean-up")
         step.note = f"it stood still for {duration(point.paused_ms)}"
     with show.step("a bad idea: rm -rf its data, kill the server") as step:
-        client.shell(brave.id, "rm -rf ledger-data && pkill -9 -f ledger.py", check=True)
+        client.shell(brave.id, "rm -rf ledger-data && pkill -9 python3", check=True)
         dead = client.shell(brave.id, SEND.format(0))
         step.note = f"curl: exit {dead.exit_code}, nobody answers"
     with show.step("rewind it"):

@@ -8,14 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 
 GREEN, BLUE, RED, GREY = "#2da44e", "#3b82c4", "#d1463b", "#8a919b"
-WIDTH, HEIGHT = 760, 320
+WIDTH, HEIGHT = 760, 290
 
 
-def node(x: int, y: int, color: str, name: str, note: str = "") -> str:
+def node(x: int, y: int, color: str, name: str, note: str = "", *, at: tuple[int, int] = (14, 5),
+         anchor: str = "start") -> str:
+    """A dot, its name at an offset, and a note below the name."""
+    dx, dy = at
     parts = [f'<circle cx="{x}" cy="{y}" r="7" fill="{color}"/>',
-             f'<text x="{x + 14}" y="{y - 1}" font-weight="600">{name}</text>']
+             f'<text x="{x + dx}" y="{y + dy}" text-anchor="{anchor}" font-weight="600">{name}</text>']
     if note:
-        parts.append(f'<text x="{x + 14}" y="{y + 15}" font-size="12" fill="{GREY}">{note}</text>')
+        parts.append(f'<text x="{x + dx}" y="{y + dy + 17}" text-anchor="{anchor}" '
+                     f'font-size="12">{note}</text>')
     return "".join(parts)
 
 
@@ -26,17 +30,28 @@ def branch(x1: int, y1: int, x2: int, y2: int, color: str = GREY, dash: str = ""
             f'stroke="{color}" stroke-width="2"{style}/>')
 
 
+def back(x1: int, y1: int, x2: int, y2: int) -> str:
+    """The way of a rewind, with an arrow's head."""
+    return (f'<path d="M{x1 - 8} {y1 + 4} C{x1 - 50} {y1 + 45} {x2} {y2 + 75} {x2} {y2 + 12}" fill="none" '
+            f'stroke="{BLUE}" stroke-width="2"/>'
+            f'<path d="M{x2 - 5} {y2 + 20} L{x2} {y2 + 11} L{x2 + 5} {y2 + 20}" fill="none" '
+            f'stroke="{BLUE}" stroke-width="2"/>'
+            f'<text x="{x2 + 24}" y="{y2 + 82}" fill="{BLUE}">rewind</text>')
+
+
 def picture() -> str:
-    parts = []
-    rows = [(40, "try-1", "counts on: 101"), (110, "try-2", "counts on: 102"), (180, "try-3", ""),
-            (290, "try-4", "counts on: 104")]
-    for y, _, _ in rows:
-        parts.append(branch(170, 160, 340, y))
-    parts += [branch(20, 160, 170, 160), branch(340, 180, 490, 180, BLUE),
-              branch(490, 180, 640, 225, RED, "5 4"), branch(640, 225, 490, 180, BLUE, "1 5")]
-    parts += [node(20, 160, GREY, "base", "template"), node(170, 160, GREEN, "work", "a server, at 100")]
-    parts += [node(340, y, GREEN, name, note) for y, name, note in rows]
-    parts += [node(490, 180, BLUE, "checkpoint", ""), node(640, 225, RED, "rm -rf", "rewound")]
+    copies = [(35, "try-1", "counts on: 101"), (110, "try-2", "counts on: 102"), (185, "try-3", ""),
+              (260, "try-4", "counts on: 104")]
+    parts = [branch(170, 148, 340, y) for y, _, _ in copies]
+    parts += [branch(20, 148, 170, 148), branch(340, 185, 480, 185, BLUE),
+              branch(480, 185, 640, 215, RED, "5 4"), back(640, 215, 480, 185)]
+    parts += [
+        node(20, 148, GREY, "base", at=(-6, -14)),
+        node(170, 148, GREEN, "work", "a server, at 100", at=(6, -31), anchor="end"),
+        node(480, 185, BLUE, "checkpoint", at=(-8, -14)),
+        node(640, 215, RED, "rm -rf, kill"),
+    ]
+    parts += [node(340, y, GREEN, name, note, at=(14, 1) if note else (-8, -14)) for y, name, note in copies]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" fill="{GREY}" role="img">'
