@@ -121,7 +121,7 @@ int main(int argc, char **argv) {
         fds[1] = (struct pollfd){channel_wants_write() ? 1 : -1, POLLOUT, 0};
         size_t nc = cmds_poll(fds + 2, MAX_POLL - 2);
         size_t nd = discard_poll(fds + 2 + nc, MAX_POLL - 2 - nc);
-        int timeout = busy || child_ended ? 0 : identity_timeout(cmds_timeout(-1));
+        int timeout = (busy && channel_has_room()) || child_ended ? 0 : identity_timeout(cmds_timeout(-1));
         struct timespec t = {timeout / 1000, timeout % 1000 * 1000000L};
         int n = ppoll(fds, 2 + nc + nd, timeout < 0 ? NULL : &t, &waiting);
         if (n > 0) {

@@ -61,7 +61,7 @@ bool streams_pump(void) {
     while (first && first->id != turn) first = first->next;
     first = first && first->next ? first->next : head;
     for (struct stream *s = first; s && !quiesced;) {
-        if (!channel_has_room()) return false; /* goes on when the pipe is writable */
+        if (!channel_has_room()) return true; /* goes on when the pipe is writable */
         uint32_t id = s->id;
         if (!s->dead && s->ops->pump && s->ops->pump(s)) more = true;
         turn = id;

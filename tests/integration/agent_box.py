@@ -10,10 +10,10 @@ import signal
 import subprocess
 from pathlib import Path
 
-KEEP = (
-    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE SYS_CHROOT "
-    "AUDIT_WRITE SETFCAP SYS_ADMIN SYS_RESOURCE"
-).split()
+KEEP = [
+    *("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP"),
+    *("NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE", "SETFCAP", "SYS_ADMIN", "SYS_RESOURCE"),
+]
 
 
 def write_rootfs(root: Path) -> None:
@@ -96,9 +96,8 @@ class Box:
             os.mkfifo(self.dir / name, 0o600)
         ours = [os.open(self.dir / name, os.O_RDWR) for name in ("in", "out")]
         verb = ["restore", "-image-path", str(image)] if image else ["run"]
-        argv = [
-            *self._base(), *verb, "-detach", "-bundle", str(self.dir), "-pid-file", str(self.dir / "pid"), "box"
-        ]  # fmt: skip
+        where = ["-detach", "-bundle", str(self.dir), "-pid-file", str(self.dir / "pid")]
+        argv = [*self._base(), *verb, *where, "box"]
         with open(self.dir / "stderr", "wb") as log:
             done = subprocess.run(argv, stdin=ours[0], stdout=ours[1], stderr=log, timeout=60)
         for fd in ours:
@@ -136,3 +135,5 @@ class Box:
             if fd >= 0:
                 os.close(fd)
         self.pid, self.fds = 0, (-1, -1)
+        if (self.dir / "st/null-netns").exists():  # newer builds share an empty network namespace
+            subprocess.run(["umount", "-l", str(self.dir / "st/null-netns")], capture_output=True)

@@ -69,6 +69,8 @@ class Channel:
         self._pings: dict[int, asyncio.Future[bytes]] = {}
         self._quiesced: asyncio.Future[None] | None = None
         self._violated_at: float | None = None
+        # For the machine's owner: called once, when it was not the owner who ended the channel.
+        self.on_lost: Callable[[ForkyardError], None] = lambda error: None
         self.epoch = 0
         self.error: ForkyardError | None = None
 
@@ -99,6 +101,8 @@ class Channel:
         self._out_bytes = 0
         self._room.set()
         self._fail_all(error, streams=True)
+        if isinstance(error, SandboxLostError) and error.cause != "host":
+            self.on_lost(error)
 
     def _fail_all(self, error: ForkyardError, *, streams: bool) -> None:
         waiting: list[asyncio.Future] = [*self._pings.values()]

@@ -109,6 +109,9 @@ class Guest(GuestFiles):
         self._group: asyncio.TaskGroup | None = None
         self._live: set[GuestProcess] = set()
         self.info: AgentInfo | None = None
+        # Called once, when the guest itself made the channel useless.
+        self.on_lost: Callable[[ForkyardError], None] = lambda error: None
+        self._channel.on_lost = lambda error: self.on_lost(error)
 
     # ---- life
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal as signals
 from collections import deque
 from collections.abc import AsyncIterator
@@ -69,7 +70,7 @@ class SpawnSpec:
         payload = p.done()
         if len(payload) > wire.MAX_REQUEST:
             raise InvalidRequestError(
-                f"arguments and environment have {len(payload)} bytes, at most {wire.MAX_REQUEST} are possible",
+                f"arguments and environment have {len(payload)} bytes, {wire.MAX_REQUEST} are possible",
                 hint="pass long data through stdin or a file",
             )
         return payload
@@ -170,6 +171,7 @@ class GuestProcess:
         self._status: ExitStatus | None = None
         self._error: ForkyardError | None = None
         self._released = False
+        self._holding = False
         self._has_stdin = stdin
         self._stdin_open = stdin
         self._sent = 0
@@ -301,15 +303,24 @@ class GuestProcess:
     def _grant(self, chan: int) -> None:
         self._acked[chan] = self._taken[chan]
         self._limit[chan] = max(self._limit[chan], self._taken[chan] + OUTPUT_WINDOW)
-        payload = self._taken[chan].to_bytes(8, "little") + self._limit[chan].to_bytes(8, "little")
+        self._credit_for(chan, self._taken[chan])
+
+    def _credit_for(self, chan: int, delivered: int) -> None:
+        payload = delivered.to_bytes(8, "little") + self._limit[chan].to_bytes(8, "little")
         self._channel.send(wire.encode(Type.ACK, self.stream, self._channel.epoch, payload, chan=chan))
 
     def _took(self, item: Output) -> None:
         chan = wire.STDOUT if item.stream == "stdout" else wire.STDERR
         self._taken[chan] = item.offset + len(item.data)
         due = self._taken[chan] - self._acked[chan] >= ACK_EVERY
-        if due and self._status is None and self._error is None:
-            self._grant(chan)
+        if self._status is not None or self._error is not None:
+            return
+        if not self._holding:
+            if due:
+                self._grant(chan)
+        elif self._taken[chan] * 2 > self._limit[chan] < self._acked[chan] + OUTPUT_WINDOW:
+            self._limit[chan] = self._acked[chan] + OUTPUT_WINDOW
+            self._credit_for(chan, self._acked[chan])
 
     async def output(self) -> AsyncIterator[Output]:
         """The output until the command has ended. One reader at a time.
@@ -350,6 +361,38 @@ class GuestProcess:
         if self._error is None and self._channel.error is None:
             self._send(Type.RELEASE)
         self._channel.forget(self.stream)
+
+    @property
+    def status(self) -> ExitStatus | None:
+        """The exit status, or None while it runs (or its end has not come here yet)."""
+        return self._status
+
+    def hold(self) -> None:
+        """From now on output is acknowledged by :meth:`acknowledge` alone, so that the agent keeps
+        what was taken from :meth:`output` until it is safe somewhere."""
+        self._holding = True
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes of output taken and not acknowledged; at 1 MiB of a stream the command waits."""
+        return self._taken[1] - self._acked[1] + self._taken[2] - self._acked[2]
+
+    def acknowledge(self) -> None:
+        """Let the agent forget the output that was taken so far."""
+        if self._status is None and self._error is None:
+            for chan in (wire.STDOUT, wire.STDERR):
+                if self._taken[chan] > self._acked[chan]:
+                    self._grant(chan)
+
+    def release(self) -> None:
+        """Let the agent forget an ended command, its output and status."""
+        if self._status is not None:
+            with contextlib.suppress(ForkyardError):
+                self._release()
+
+    def leave(self) -> None:
+        """Stop reading and let the agent keep everything: what was not acknowledged, and the end."""
+        self._channel.forget(self.stream, reset=True)
 
     def detach(self) -> None:
         """Let go of it: it runs on, its recent output is kept for whoever attaches next."""

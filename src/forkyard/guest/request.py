@@ -16,7 +16,7 @@ from forkyard.errors import (
     UnsupportedError,
 )
 from forkyard.guest.channel import Channel
-from forkyard.wire import Frame, Op, Type, Unpacker, WireError
+from forkyard.wire import Frame, Type, Unpacker, WireError
 
 _CLASSES: dict[int, type[ForkyardError]] = {
     **dict.fromkeys((errno.ENOENT, errno.ESRCH, errno.ENXIO), NotFoundError),
