@@ -332,6 +332,13 @@ class DeleteTemplate(Change, kw_only=True):
     name: str
 
 
+class WarmTemplate(Change, kw_only=True):
+    """Make the memory image from which sandboxes of ``type`` start."""
+
+    name: str
+    type: str | None = None
+
+
 class Events(Request, kw_only=True):
     """What happens from now on, of one sandbox or of all."""
 

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forkyard.engines.base import Engine, Machine, MachineSpec
-from forkyard.errors import CapacityError, ConflictError, ForkyardError, InternalError, SandboxLostError
+from forkyard.errors import ConflictError, ForkyardError, InternalError, SandboxLostError
 from forkyard.guest import Guest, Identity
 from forkyard.host.cgroup import CgroupBox, Cgroups
 from forkyard.host.files import rmtree
 from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
 from forkyard.yard import names
+from forkyard.yard.background import Services, finish
+
+log = logging.getLogger("forkyard.yard")
 
 UNDO_DEADLINE_S = 60
 ATTACH_TIMEOUT_S = 20
@@ -102,7 +107,7 @@ class Machines:
         disks: DiskStore,
         images: Images,
         cgroups: Cgroups,
-        tg: asyncio.TaskGroup,
+        tg: Services,
     ) -> None:
         self.home = home
         self.engine = engine
@@ -110,6 +115,7 @@ class Machines:
         self.images = images
         self.cgroups = cgroups
         self.tg = tg
+        self.on_death: Callable[[str], None] = lambda box_id: None
         # Restores are CPU-bound: more at a time than this only makes each of them slower.
         self.slots = asyncio.Semaphore(max(2, 2 * (os.cpu_count() or 2)))
 
@@ -190,7 +196,7 @@ class Machines:
         quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
         paused = time.perf_counter()
         try:
-            done = await asyncio.shield(self.tg.create_task(self._while_paused(box, layer, image)))
+            done = await finish(self.tg, self._while_paused(box, layer, image))
         except ConflictError as error:
             raise await self._deleted_files(box, error) from error
         except (OSError, InternalError) as error:
@@ -199,7 +205,7 @@ class Machines:
             raise
         finally:
             paused_ms = (time.perf_counter() - paused) * 1e3
-            box.guest.unquiesce()
+            await box.guest.unquiesce()
         memory_bytes = done.size_bytes if done else 0
         return Frozen(
             layer,
@@ -285,6 +291,7 @@ class Machines:
         async def watch() -> None:
             await machine.died.wait()
             guest.lost(SandboxLostError("the sandbox's main process ended"))
+            self.on_death(machine.spec.box)
 
         watcher = self.tg.create_task(watch())
         try:
@@ -345,28 +352,23 @@ class _Undo:
 async def _within(step: Any) -> None:
     """Finish ``step`` (a coroutine) within the undo deadline, however often the caller is
     cancelled; its failure is logged, since the next steps matter more."""
-    import logging
-
     try:
         async with asyncio.timeout(UNDO_DEADLINE_S):
             await step
     except (ForkyardError, OSError, TimeoutError) as error:
-        logging.getLogger("forkyard.yard").error("undo step failed: %r", error)
+        log.error("undo step failed: %r", error)
 
 
-def identity(name: str, sandbox: str, *, fork: bool, generation: int) -> Identity:
-    """A new identity for a machine: host name, machine id, fork id and fresh randomness."""
+def identity(name: str, sandbox: str, *, generation: int, fork: bool = False) -> Identity:
+    """A new identity for a machine: host name, machine id, fork id and fresh randomness.
+
+    ``fork`` is for every machine that comes out of an image: its commands have lost their
+    readers, and its programs' own generators are copies.
+    """
     return Identity(
         hostname=names.host_name(name),
         machine_id=secrets.token_hex(16),
         fork_id=sandbox,
-        fork=fork,
-        entropy=secrets.token_bytes(64),
-        time_ns=time.time_ns(),
         generation=generation,
+        fork=fork,
     )
-
-
-def no_room(error: OSError) -> ForkyardError:
-    """The error for an operating system's "disk full"."""
-    return CapacityError(f"the disk is full: {error}", hint="delete snapshots or sandboxes")

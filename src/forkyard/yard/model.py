@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 
-from forkyard.engines.base import Machine
-from forkyard.guest import Guest
 from forkyard.requests import Lease
 from forkyard.types import CheckpointInfo, Failure, SandboxInfo, SnapshotInfo
 
@@ -66,6 +64,9 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     napping: bool = False
     lease: Lease | None = None
     generation: int = 0
+    shape_mem_mb: int = 0
+    shape_disk_mb: int = 0
+    processes: int = 0
 
     def set_ttl(self, ttl_min: float | None, boot_id: str) -> None:
         """Let it expire ``ttl_min`` minutes from now, or never."""
@@ -114,8 +115,7 @@ class Sandbox:
 
     doc: SandboxDoc
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    machine: Machine | None = None
-    guest: Guest | None = None
+    box: Any = None
     doomed: bool = False
     creating: asyncio.Task[Any] | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,7 +123,9 @@ class Sandbox:
     active_calls: int = 0
     idle_since: float = field(default_factory=time.monotonic)
     guest_cpu_ms: float = 0.0
+    measured_at: float = 0.0
     memory_watch: Any = None
+    killing: bool = False
 
     @property
     def id(self) -> str:

@@ -10,13 +10,19 @@ import select
 from pathlib import Path
 from typing import Any
 
-from forkyard.errors import CapacityError, ConflictError, CorruptSnapshotError, InternalError, UnsupportedError
-from forkyard.host import process
-from forkyard.host.files import rmtree
 from forkyard.engines.base import Frozen, Machine, MachineSpec
 from forkyard.engines.gvisor import control
 from forkyard.engines.gvisor.runsc import Runsc
 from forkyard.engines.gvisor.spec import DISK_BACKED, oci_spec
+from forkyard.errors import (
+    CapacityError,
+    ConflictError,
+    CorruptSnapshotError,
+    InternalError,
+    UnsupportedError,
+)
+from forkyard.host import process
+from forkyard.host.files import rmtree
 
 # Order matters: it is the order in which the sentry takes them.
 IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
@@ -55,9 +61,7 @@ class GVisor:
                 fds = [_open(files, image / name, os.O_RDONLY) for name in IMAGE_FILES]
                 await bundle.runsc("create")
                 try:
-                    await control.restore(
-                        _socket(spec), fds, describe_loopback=self.runsc.validates_specs
-                    )
+                    await control.restore(_socket(spec), fds, describe_loopback=self.runsc.validates_specs)
                 except (control.ControlError, OSError) as error:
                     raise _restore_error(error, image, bundle.stderr()) from error
             return bundle.machine()
@@ -215,8 +219,9 @@ def _machine(spec: MachineSpec, pid: int, start: int) -> Machine:
         raise
 
     def ended() -> None:
-        machine.died.set()
         loop.remove_reader(pidfd)
+        machine.exit_status = process.reap(pidfd)
+        machine.died.set()
 
     if select.select([pidfd], [], [], 0)[0]:
         machine.died.set()

@@ -12,10 +12,22 @@ AGENT = f"{AGENT_DIR}/fy-agent"
 # What the agent holds. It gives its commands fewer: see drop_capabilities in agent/.
 CAPABILITIES = [
     f"CAP_{name}"
-    for name in (
-        "CHOWN DAC_OVERRIDE FOWNER FSETID SETUID SETGID SETPCAP SETFCAP KILL "
-        "NET_BIND_SERVICE SYS_CHROOT AUDIT_WRITE SYS_ADMIN SYS_RESOURCE"
-    ).split()
+    for name in [
+        "CHOWN",
+        "DAC_OVERRIDE",
+        "FOWNER",
+        "FSETID",
+        "SETUID",
+        "SETGID",
+        "SETPCAP",
+        "SETFCAP",
+        "KILL",
+        "NET_BIND_SERVICE",
+        "SYS_CHROOT",
+        "AUDIT_WRITE",
+        "SYS_ADMIN",
+        "SYS_RESOURCE",
+    ]
 ]
 
 # Directories where programs delete files that they still hold open. As a tmpfs those

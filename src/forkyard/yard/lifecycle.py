@@ -1,0 +1,421 @@
+"""The life of a sandbox: created, running, stopped, failed, deleted.
+
+    creating ──> running <──> stopped
+        │          │ │           │
+        │          │ └─> failed ─┤
+        └──────────┴─────────────┴──> deleted
+
+Whatever changes a sandbox's machine holds its lock. The catalog is written before a reply
+and after the machine is as it says; what the catalog does not know is swept at the next
+start of the daemon, so a crash in between leaves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from forkyard.errors import (
+    ConflictError,
+    ForkyardError,
+    InternalError,
+    SandboxLostError,
+)
+from forkyard.requests import Caller, CreateSandbox, Lease
+from forkyard.types import SandboxInfo
+from forkyard.yard.admission import Admission
+from forkyard.yard.background import begin, finish
+from forkyard.yard.context import Context, locked
+from forkyard.yard.leases import Leases
+from forkyard.yard.machines import Box, Start, identity
+from forkyard.yard.model import Sandbox, SnapshotDoc
+from forkyard.yard.names import checkpoint_id, snapshot_id
+from forkyard.yard.plans import Plan, for_create
+from forkyard.yard.snapshots import Snapshots, limits_of
+from forkyard.yard.templates import Templates
+
+log = logging.getLogger("forkyard.yard")
+
+__all__ = ["Lifecycle", "checkpoint_id", "snapshot_id"]
+
+
+class Lifecycle:
+    """Creates, stops, starts and deletes; notices deaths."""
+
+    def __init__(
+        self,
+        context: Context,
+        templates: Templates,
+        snapshots: Snapshots,
+        admission: Admission,
+        leases: Leases,
+    ) -> None:
+        self.context = context
+        self.templates = templates
+        self.snapshots = snapshots
+        self.admission = admission
+        self.leases = leases
+        self._boxes: dict[str, Sandbox] = {}
+        context.machines.on_death = self._died
+
+    # -- coming into being -------------------------------------------------------------
+
+    async def create(self, request: CreateSandbox, caller: Caller) -> SandboxInfo:
+        """See API: ``create_sandbox``. Cancelling it undoes it."""
+        plan = for_create(request, self.context, self.templates, self.snapshots)
+        if request.wait:
+            sandbox = await self.bring_up(plan, caller, wait_s=request.wait_s)
+            return sandbox.info()
+        sandbox = await self._announce(plan)
+        self._launch(sandbox, plan, caller, request.wait_s, keep_failed=True)
+        return sandbox.info()
+
+    async def bring_up(self, plan: Plan, caller: Caller, *, wait_s: float) -> Sandbox:
+        """Turn a plan into a running sandbox, or into nothing."""
+        sandbox = await self._announce(plan)
+        task, future = self._launch(sandbox, plan, caller, wait_s, keep_failed=False)
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if sandbox.doomed and not _cancelling():
+                raise ConflictError(
+                    f"{sandbox.doc.name!r} was deleted while it was being created", sandbox=sandbox.id
+                ) from None
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+            raise
+        return sandbox
+
+    async def _announce(self, plan: Plan) -> Sandbox:
+        sandbox = Sandbox(plan.doc)
+        self.context.sandboxes.add(sandbox)
+        self.snapshots.hold(plan.doc.layers)
+        try:
+            await self.context.save(sandboxes=[plan.doc])
+        except BaseException:
+            self.context.sandboxes.drop(sandbox)
+            await self.snapshots.release(plan.doc.layers)
+            raise
+        return sandbox
+
+    def _launch(
+        self, sandbox: Sandbox, plan: Plan, caller: Caller, wait_s: float, *, keep_failed: bool
+    ) -> tuple[asyncio.Task[None], asyncio.Future[None]]:
+        work = self._bring_up(sandbox, plan, caller, wait_s, keep_failed)
+        sandbox.creating, future = begin(self.context.tg, work)
+        return sandbox.creating, future
+
+    async def _bring_up(
+        self, sandbox: Sandbox, plan: Plan, caller: Caller, wait_s: float, keep_failed: bool
+    ) -> None:
+        context, doc = self.context, plan.doc
+        async with sandbox.lock:
+            if sandbox.doomed:
+                raise ConflictError(f"{doc.name!r} was deleted while it was being created", sandbox=doc.id)
+            try:
+                need = self.admission.need_mb(plan.image_bytes)
+                async with self.admission.reserve(1, need, wait_s, f"creating {doc.name!r}"):
+                    await self.ignite(sandbox, plan)
+                await context.save(sandboxes=[doc])
+                self.leases.watch(sandbox)
+                await context.record("sandbox.created", caller, doc.id, name=doc.name, **_origin(doc))
+            except BaseException as error:
+                if keep_failed and isinstance(error, ForkyardError):
+                    await self._fail(sandbox, error, "host")
+                else:
+                    await finish(context.tg, self._erase(sandbox))
+                raise
+            finally:
+                sandbox.creating = None
+        if plan.cold is not None:
+            self.templates.warm_behind(plan.cold, plan.limits)
+
+    async def ignite(self, sandbox: Sandbox, plan: Plan) -> None:
+        """Start the plan's machine and make it the sandbox's; the caller holds the lock and saves."""
+        doc = sandbox.doc
+        doc.generation += 1
+        who = identity(doc.name, doc.id, generation=doc.generation, fork=plan.image is not None)
+        image = plan.image_path(self.context)
+        if image is not None:
+            self.context.images.verify_quick(image.name)
+        started = await self.context.machines.start(Start(doc.layers, plan.limits, who, plan.agent, image))
+        self.bind(sandbox, started)
+        doc.agent = plan.agent
+        doc.state = "running"
+        doc.start_ms = round(started.start_ms, 2)
+        if plan.start_from is not None:
+            plan.start_from.verified = True
+        sandbox.signal()
+
+    # -- the machine of a sandbox ------------------------------------------------------
+
+    def bind(self, sandbox: Sandbox, box: Box) -> None:
+        """Make ``box`` the machine of ``sandbox``."""
+        sandbox.box = box
+        sandbox.doc.box = box.id
+        sandbox.doc.machine = box.machine.record()
+        sandbox.doc.failure = None
+        self._boxes[box.id] = sandbox
+        self.admission.running = len(self._boxes)
+        sandbox.touch()
+        sandbox.measured_at = 0.0
+        if box.cgroup is not None:
+            sandbox.memory_watch = box.cgroup.watch_memory(
+                asyncio.get_running_loop(), lambda used, limit: self._short_of_memory(sandbox, box)
+            )
+        box.guest.on_lost = lambda error: self._channel_lost(box.id, error)
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """End the sandbox's machine, if it has one."""
+        box, sandbox.box = sandbox.box, None
+        if sandbox.memory_watch is not None:
+            sandbox.memory_watch.close()
+            sandbox.memory_watch = None
+        if box is not None:
+            self._boxes.pop(box.id, None)
+            self.admission.running = len(self._boxes)
+            await self.context.machines.end(box)
+        sandbox.doc.box = ""
+        sandbox.doc.machine = None
+
+    def _short_of_memory(self, sandbox: Sandbox, box: Box) -> None:
+        """More is used than allowed: end the largest process before the kernel ends the sandbox."""
+        if sandbox.box is not box or sandbox.killing:
+            return
+        sandbox.killing = True
+
+        async def kill() -> None:
+            try:
+                killed = await box.guest.kill_largest()
+                if killed is not None:
+                    data = {"pid": killed.pid, "rss_mb": round(killed.rss_mb), "command": killed.command}
+                    self.context.audit.append("process.oom", sandbox.id, "yard", data)
+            except ForkyardError as error:
+                log.warning("out of memory in %s, and its agent did not act: %s", sandbox.id, error)
+            finally:
+                sandbox.killing = False
+
+        begin(self.context.tg, kill())
+
+    # -- deaths ------------------------------------------------------------------------
+
+    def _died(self, box_id: str) -> None:
+        sandbox = self._boxes.get(box_id)
+        if sandbox is not None:
+            begin(self.context.tg, self._lost(sandbox, box_id, None))
+
+    def _channel_lost(self, box_id: str, error: ForkyardError) -> None:
+        sandbox = self._boxes.get(box_id)
+        if sandbox is not None:
+            begin(self.context.tg, self._lost(sandbox, box_id, error))
+
+    async def _lost(self, sandbox: Sandbox, box_id: str, error: ForkyardError | None) -> None:
+        async with sandbox.lock:
+            box = sandbox.box
+            if box is None or box.id != box_id or sandbox.doc.state != "running":
+                return
+            cause, why = _cause(box, error)
+            await self.release(sandbox)
+            if sandbox.doc.ephemeral:
+                await self._delete_locked(sandbox, None)
+            else:
+                await self._fail(sandbox, SandboxLostError(why, cause=cause, sandbox=sandbox.id), cause)
+
+    async def _fail(self, sandbox: Sandbox, error: ForkyardError, cause: str) -> None:
+        doc = sandbox.doc
+        doc.state = "failed"
+        doc.failure = {"code": error.code, "message": error.message, "cause": cause}
+        sandbox.signal()
+        await self.context.save(sandboxes=[doc])
+        await self.context.record("sandbox.failed", None, doc.id, **doc.failure)
+
+    # -- stop, start, delete -----------------------------------------------------------
+
+    async def stop(self, sandbox: Sandbox, caller: Caller | None, *, napping: bool = False) -> None:
+        """Save memory and disk and leave no process. An ephemeral sandbox is deleted instead."""
+        async with locked(sandbox):
+            doc = sandbox.doc
+            if doc.state == "stopped":
+                doc.napping = doc.napping and napping
+                return
+            if doc.ephemeral:
+                await self._delete_locked(sandbox, caller)
+                return
+            box = self._box(sandbox)
+            stop_id = snapshot_id()
+            frozen = await self.context.machines.freeze(box, f"s-{stop_id}", stop_id)
+            kept = await self.snapshots.add(doc, frozen, stop_id, "stop", created_at=time.time())
+            await self.release(sandbox)
+            doc.state, doc.resume, doc.napping = "stopped", kept.id, napping
+            await self._move_layers(sandbox, kept.layers)
+            sandbox.signal()
+            await self.context.save(sandboxes=[doc], snapshots=[kept])
+            kind = "sandbox.napped" if napping else "sandbox.stopped"
+            await self.context.record(kind, caller, doc.id, memory_bytes=kept.memory_bytes)
+
+    async def start(self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None = None) -> None:
+        """Go on where it stopped; a failed one goes on from its newest checkpoint."""
+        async with locked(sandbox):
+            await self._start_locked(sandbox, caller, lease)
+
+    async def _start_locked(
+        self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None = None
+    ) -> None:
+        doc = sandbox.doc
+        if doc.state == "running":
+            return
+        source = self.context.snapshots.get(doc.resume or doc.checkpoint or "")
+        if source is None:
+            raise ConflictError(
+                f"sandbox {doc.name!r} is {doc.state} and has nothing to start from",
+                hint="delete it and create another; checkpoints survive such a loss",
+                sandbox=doc.id,
+            )
+        await self.restart(sandbox, source)
+        resumed, doc.resume, doc.napping = doc.resume, None, False
+        if lease is not None and doc.ephemeral:
+            doc.lease = lease
+        await self.context.save(sandboxes=[doc])
+        self.leases.watch(sandbox)
+        if resumed is not None and (spent := self.context.snapshots.get(resumed)) is not None:
+            await self.snapshots.discard(spent)
+        await self.context.record("sandbox.started", caller, doc.id, source=source.id)
+
+    async def restart(self, sandbox: Sandbox, source: SnapshotDoc) -> None:
+        """Start the sandbox from ``source`` under its own id. The new machine has answered
+        before the old one, if there is one, is ended."""
+        doc = sandbox.doc
+        self.snapshots.check_restorable(source)
+        plan = Plan(
+            doc,
+            limits_of({name: getattr(doc, name) for name in doc.__struct_fields__}),
+            source.agent if source.image else self.context.agent,
+            image=source.image,
+            image_bytes=source.memory_bytes if source.image else None,
+            start_from=source,
+        )
+        old_box, old_layers = sandbox.box, doc.layers
+        doc.layers = list(source.layers)
+        self.snapshots.hold(doc.layers)
+        try:
+            need = self.admission.need_mb(plan.image_bytes)
+            async with self.admission.reserve(1, need, 0, f"starting {doc.name!r}"):
+                if old_box is not None:
+                    self._unbind(sandbox)
+                await self.ignite(sandbox, plan)
+        except BaseException:
+            await self.snapshots.release(doc.layers)
+            doc.layers = old_layers
+            if old_box is not None and sandbox.box is not old_box:
+                self.bind(sandbox, old_box)
+            raise
+        doc.memory_restored = source.image is not None
+        doc.resumed_from = source.name or source.id
+        if old_box is not None:
+            await self.context.machines.end(old_box)
+        await self.snapshots.release(old_layers)
+
+    def _unbind(self, sandbox: Sandbox) -> None:
+        """Take the machine from the sandbox without ending it."""
+        if sandbox.memory_watch is not None:
+            sandbox.memory_watch.close()
+            sandbox.memory_watch = None
+        if sandbox.box is not None:
+            self._boxes.pop(sandbox.box.id, None)
+
+    async def _move_layers(self, sandbox: Sandbox, layers: list[str]) -> None:
+        self.snapshots.hold(layers)
+        old, sandbox.doc.layers = sandbox.doc.layers, list(layers)
+        await self.snapshots.release(old)
+
+    async def delete(self, sandbox: Sandbox, caller: Caller | None) -> None:
+        """Remove it and everything that only it needs. Safe while it is being created."""
+        sandbox.doomed = True
+        if sandbox.creating is not None:
+            sandbox.creating.cancel()
+        async with sandbox.lock:
+            if sandbox.doc.state != "deleted":
+                await finish(self.context.tg, self._delete_locked(sandbox, caller))
+
+    async def _delete_locked(self, sandbox: Sandbox, caller: Caller | None) -> None:
+        await self._erase(sandbox)
+        await self.context.record("sandbox.deleted", caller, sandbox.id, name=sandbox.doc.name)
+
+    async def _erase(self, sandbox: Sandbox) -> None:
+        doc = sandbox.doc
+        self.leases.unwatch(sandbox)
+        await self.release(sandbox)
+        owned = [
+            kept
+            for kept in self.context.snapshots.values()
+            if kept.sandbox == doc.id and kept.kind in ("checkpoint", "stop")
+        ]
+        doc.state = "deleted"
+        self.context.sandboxes.drop(sandbox)
+        sandbox.signal()
+        await self.context.save(sandboxes=[doc], gone=[kept.id for kept in owned])
+        for kept in owned:
+            await self.snapshots.discard(kept, save=False)
+        await self.snapshots.release(doc.layers)
+        doc.layers = []
+        await self.snapshots.forget_unused(doc.snapshot)
+
+    # -- for those who use a sandbox ---------------------------------------------------
+
+    async def running(self, ref: str) -> tuple[Sandbox, Box]:
+        """The sandbox and its machine, started if it stopped for being idle.
+
+        Raises:
+            NotFoundError, ConflictError, SandboxLostError: it is not there, stopped, or lost.
+        """
+        sandbox = self.context.sandboxes.get(ref)
+        sandbox.touch()
+        if sandbox.box is not None and sandbox.doc.state == "running":
+            return sandbox, sandbox.box
+        async with locked(sandbox):
+            if sandbox.doc.napping:
+                await self._start_locked(sandbox, None)
+            return sandbox, self._box(sandbox)
+
+    def _box(self, sandbox: Sandbox) -> Box:
+        doc = sandbox.doc
+        if doc.state == "running" and sandbox.box is not None:
+            return sandbox.box
+        if doc.state == "failed" and doc.failure:
+            raise SandboxLostError(
+                f"sandbox {doc.name!r} failed: {doc.failure['message']}",
+                cause=doc.failure["cause"],
+                sandbox=doc.id,
+                hint="rewind or start it from a checkpoint, or delete it",
+            )
+        if doc.state == "stopped":
+            raise ConflictError(
+                f"sandbox {doc.name!r} is stopped", hint=f"forkyard start {doc.name}", sandbox=doc.id
+            )
+        raise InternalError(f"sandbox {doc.name!r} is {doc.state} without a machine", sandbox=doc.id)
+
+
+def _cause(box: Box, error: ForkyardError | None) -> tuple[str, str]:
+    """Whose fault a loss was, by what the host saw, and the words for it."""
+    if isinstance(error, SandboxLostError) and error.cause == "guest":
+        return "guest", error.message
+    if box.cgroup is not None and box.cgroup.oom_kills():
+        return "guest", "the sandbox used more memory than it may, faster than it could be stopped"
+    status = box.machine.exit_status
+    if status is not None and status >= 0:
+        return "guest", "the agent inside ended: something in the sandbox killed it"
+    if status is not None:
+        return "host", f"the sandbox's process was ended by signal {-status}"
+    return "unknown", "the sandbox's process is gone"
+
+
+def _origin(doc: object) -> dict[str, object]:
+    return {name: value for name in ("template", "snapshot", "parent") if (value := getattr(doc, name))}
+
+
+def _cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,192 @@
+"""Snapshots and checkpoints as records: found by any name, counted, deleted with their files."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+from forkyard.errors import ConflictError, NotFoundError, UnsupportedError
+from forkyard.types import CheckpointInfo, SnapshotInfo
+from forkyard.yard.context import Context
+from forkyard.yard.machines import Frozen, Limits
+from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc, checkpoint_info, snapshot_info
+
+# What a sandbox started from a snapshot takes over from the one that was frozen.
+INHERITED = [
+    "template",
+    "type",
+    "cpus",
+    "mem_mb",
+    "disk_mb",
+    "shape_mem_mb",
+    "shape_disk_mb",
+    "processes",
+    "user",
+    "workdir",
+    "env",
+    "tainted",
+]
+
+
+class Snapshots:
+    """The records in ``context.snapshots`` and what they hold on disk.
+
+    A layer is dropped with its last holder: a snapshot, a live sandbox or a template.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.holders: collections.Counter[str] = collections.Counter()
+
+    def hold(self, layers: Iterable[str]) -> None:
+        self.holders.update(layers)
+
+    async def release(self, layers: Iterable[str]) -> None:
+        """Give up layers, and drop those that nobody holds any more."""
+        for layer in layers:
+            self.holders[layer] -= 1
+            if self.holders[layer] <= 0:
+                del self.holders[layer]
+                await self.context.disks.drop_layer(layer)
+
+    def find(self, ref: str) -> SnapshotDoc | None:
+        """The snapshot or checkpoint with this id, or the snapshot with this name."""
+        found = self.context.snapshots.get(ref)
+        if found is not None:
+            return found
+        for doc in self.context.snapshots.values():
+            if doc.kind == "snapshot" and doc.name == ref:
+                return doc
+        return None
+
+    def get(self, ref: str) -> SnapshotDoc:
+        found = self.find(ref)
+        if found is None:
+            raise NotFoundError(
+                f"no snapshot {ref[:140]!r}", hint="forkyard snapshots ls shows those there are"
+            )
+        return found
+
+    def check_free(self, name: str) -> None:
+        """Raises ConflictError if a snapshot has this name."""
+        taken = self.find(name)
+        if taken is not None:
+            raise ConflictError(f"the snapshot name {name!r} is taken", hint=f"delete {taken.id} first")
+
+    async def add(
+        self, source: SandboxDoc, frozen: Frozen, doc_id: str, kind: str, **fields: Any
+    ) -> SnapshotDoc:
+        """Publish what :meth:`Machines.freeze` made as a record.
+
+        The caller saves it (with whatever else belongs into the same transaction) through
+        :meth:`Context.save`; until then a restart forgets it and its files are swept.
+        """
+        image = None
+        layers = [frozen.layer, *source.layers]
+        if frozen.image is not None:
+            await self.context.images.publish(
+                doc_id, fingerprint=frozen.fingerprint, agent=source.agent, layers=layers
+            )
+            image = doc_id
+        disk_bytes = await self.context.disks.layer_bytes(frozen.layer)
+        doc = SnapshotDoc(
+            id=doc_id,
+            kind=kind,
+            sandbox=source.id,
+            layers=layers,
+            image=image,
+            fingerprint=frozen.fingerprint,
+            agent=source.agent,
+            engine=source.engine,
+            size_bytes=disk_bytes + frozen.memory_bytes,
+            memory_bytes=frozen.memory_bytes,
+            paused_ms=round(frozen.paused_ms, 2),
+            dirty_mb=round(frozen.dirty_mb, 2),
+            quiesced=frozen.quiesced,
+            inherits={name: getattr(source, name) for name in INHERITED},
+            **fields,
+        )
+        self.hold(doc.layers)
+        self.context.snapshots[doc.id] = doc
+        return doc
+
+    async def discard(self, doc: SnapshotDoc, *, save: bool = True) -> None:
+        """Remove a record and whatever only it needed. Nothing that started from it is harmed."""
+        if self.context.snapshots.pop(doc.id, None) is None:
+            return
+        children = [other for other in self.context.snapshots.values() if other.parent == doc.id]
+        for child in children:
+            child.parent = doc.parent
+        if save:
+            await self.context.save(snapshots=children, gone=[doc.id])
+        if doc.image is not None:
+            await self.context.images.delete_async(doc.image)
+        await self.release(doc.layers)
+
+    def users(self, doc: SnapshotDoc) -> list[str]:
+        """Names of the live sandboxes that were started from it."""
+        return sorted(box.doc.name for box in self.context.sandboxes if box.doc.snapshot == doc.id)
+
+    async def forget_unused(self, snapshot_id: str | None) -> None:
+        """Drop a fork's hidden snapshot if its last user is gone."""
+        doc = self.context.snapshots.get(snapshot_id or "")
+        if doc is not None and doc.kind == "fork" and not self.users(doc):
+            await self.discard(doc)
+
+    def exclusive_bytes(self, doc: SnapshotDoc) -> int:
+        """What deleting it would free: its image, and its layer if nobody else holds it."""
+        held = self.holders[doc.layers[0]] > 1
+        return doc.memory_bytes + (0 if held else doc.size_bytes - doc.memory_bytes)
+
+    def info(self, doc: SnapshotDoc) -> SnapshotInfo:
+        return snapshot_info(doc, self.exclusive_bytes(doc))
+
+    def checkpoints(self, sandbox: Sandbox) -> list[SnapshotDoc]:
+        """A sandbox's checkpoints, oldest first."""
+        own = [
+            doc
+            for doc in self.context.snapshots.values()
+            if doc.kind == "checkpoint" and doc.sandbox == sandbox.id
+        ]
+        return sorted(own, key=lambda doc: doc.created_at)
+
+    def checkpoint(self, sandbox: Sandbox, ref: str) -> SnapshotDoc:
+        """One of a sandbox's checkpoints, by id or (the newest with that) label.
+
+        Raises:
+            NotFoundError: it has no such checkpoint.
+        """
+        own = self.checkpoints(sandbox)
+        for doc in reversed(own):
+            if ref in (doc.id, doc.name):
+                return doc
+        raise NotFoundError(
+            f"sandbox {sandbox.doc.name!r} has no checkpoint {ref[:140]!r}",
+            hint="forkyard checkpoints ls shows those there are",
+            sandbox=sandbox.id,
+        )
+
+    def checkpoint_infos(self, sandbox: Sandbox) -> list[CheckpointInfo]:
+        return [checkpoint_info(doc) for doc in self.checkpoints(sandbox)]
+
+    def check_restorable(self, doc: SnapshotDoc) -> None:
+        """Raises UnsupportedError if this host's engine cannot restore the memory."""
+        ours = self.context.engine.fingerprint()
+        if doc.image is not None and doc.fingerprint != ours:
+            raise UnsupportedError(
+                f"the memory of snapshot {doc.id} was saved by {doc.fingerprint}, this is {ours}",
+                hint="start it with memory=False: its disk, freshly booted",
+            )
+
+
+def limits_of(values: dict[str, Any]) -> Limits:
+    """The limits in a document's fields."""
+    return Limits(
+        cpus=values["cpus"],
+        mem_mb=values["mem_mb"],
+        disk_mb=values["disk_mb"],
+        shape_mem_mb=values["shape_mem_mb"],
+        shape_disk_mb=values["shape_disk_mb"],
+        processes=values["processes"],
+    )

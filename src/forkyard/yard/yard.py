@@ -1,0 +1,407 @@
+"""The yard: every verb of the API, as a method that takes a request and a caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import forkyard
+from forkyard import requests as rq
+from forkyard import types as ty
+from forkyard.audit import AuditLog
+from forkyard.config import Settings, short
+from forkyard.engines import open_engine
+from forkyard.errors import (
+    ConflictError,
+    DeadlineError,
+    ForkyardError,
+    NotFoundError,
+)
+from forkyard.host import process
+from forkyard.host.cgroup import Cgroups
+from forkyard.host.files import free_mb
+from forkyard.store.catalog import Catalog
+from forkyard.store.disks import DiskStore
+from forkyard.store.images import Images
+from forkyard.wire import VERSION as WIRE_VERSION
+from forkyard.yard import agents, names
+from forkyard.yard.admission import Admission
+from forkyard.yard.background import Services
+from forkyard.yard.context import Context, locked
+from forkyard.yard.execs import Execs
+from forkyard.yard.files import Files
+from forkyard.yard.forking import Forking
+from forkyard.yard.leases import Leases
+from forkyard.yard.lifecycle import Lifecycle
+from forkyard.yard.lineage import tree
+from forkyard.yard.machines import Machines
+from forkyard.yard.model import Sandbox
+from forkyard.yard.plans import Plan, check_times, for_create, resolve_egress
+from forkyard.yard.recovery import Recovery
+from forkyard.yard.replies import Replies
+from forkyard.yard.snapshots import Snapshots
+from forkyard.yard.templates import Templates, shape
+
+log = logging.getLogger("forkyard.yard")
+
+
+class Yard:
+    """Everything on one host. Make one with :func:`open_yard`."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        settings = context.settings
+        self.templates = Templates(context)
+        self.snapshots = Snapshots(context)
+        self.admission = Admission(context.home, settings.mem_mb, settings.max_sandboxes)
+        self.leases = Leases(context)
+        self.lifecycle = Lifecycle(context, self.templates, self.snapshots, self.admission, self.leases)
+        self.forking = Forking(self.lifecycle)
+        self.execs = Execs(self.lifecycle)
+        self.files = Files(self.lifecycle)
+        self.replies = Replies(context.catalog)
+        self.leases.delete = lambda sandbox: self.lifecycle.delete(sandbox, None)
+        self.leases.nap = lambda sandbox: self.lifecycle.stop(sandbox, None, napping=True)
+
+    # -- sandboxes ---------------------------------------------------------------------
+
+    async def create_sandbox(self, request: rq.CreateSandbox, caller: rq.Caller) -> ty.SandboxInfo:
+        return await self.lifecycle.create(request, caller)
+
+    async def get_sandbox(self, request: rq.SandboxRequest, caller: rq.Caller) -> ty.SandboxInfo:
+        return self.context.sandboxes.get(request.sandbox).info()
+
+    async def list_sandboxes(self, request: rq.ListSandboxes, caller: rq.Caller) -> list[ty.SandboxInfo]:
+        wanted = request.labels or {}
+        return sorted(
+            (
+                sandbox.info()
+                for sandbox in self.context.sandboxes
+                if request.state in (None, sandbox.doc.state) and wanted.items() <= sandbox.doc.labels.items()
+            ),
+            key=lambda info: info.created_at,
+        )
+
+    async def rename_sandbox(self, request: rq.RenameSandbox, caller: rq.Caller) -> ty.SandboxInfo:
+        names.check_name(request.name)
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        async with locked(sandbox):
+            before = sandbox.doc.name
+            self.context.sandboxes.rename(sandbox, request.name)
+            await self._saved(sandbox, caller, "sandbox.renamed", before=before, name=request.name)
+        return sandbox.info()
+
+    async def set_ttl(self, request: rq.SetTtl, caller: rq.Caller) -> ty.SandboxInfo:
+        check_times(request.ttl_min, None)
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        sandbox.doc.set_ttl(request.ttl_min, process.boot_id())
+        await self._saved(sandbox, caller, "sandbox.ttl", ttl_min=request.ttl_min)
+        return sandbox.info()
+
+    async def set_egress(self, request: rq.SetEgress, caller: rq.Caller) -> ty.SandboxInfo:
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        egress, allow = resolve_egress(request.egress, request.egress_allow)
+        sandbox.doc.egress, sandbox.doc.egress_allow = egress, allow
+        await self._saved(sandbox, caller, "sandbox.egress", egress=egress, allow=allow)
+        return sandbox.info()
+
+    async def adopt(self, request: rq.Adopt, caller: rq.Caller) -> ty.SandboxInfo:
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        sandbox.doc.lease = request.lease
+        await self._saved(sandbox, caller, "sandbox.adopted", pid=request.lease.pid, run=request.lease.run)
+        self.leases.watch(sandbox)
+        return sandbox.info()
+
+    async def release_lease(self, request: rq.ReleaseLease, caller: rq.Caller) -> None:
+        async with asyncio.TaskGroup() as group:
+            for ref in request.sandboxes:
+                sandbox = self.context.sandboxes.find(ref)
+                if sandbox is not None and sandbox.doc.ephemeral and sandbox.doc.lease == request.lease:
+                    group.create_task(self.lifecycle.delete(sandbox, caller))
+
+    async def wait_sandbox(self, request: rq.WaitSandbox, caller: rq.Caller) -> ty.SandboxInfo:
+        sandbox = self.context.sandboxes.find(request.sandbox)
+        if sandbox is None:
+            if request.state == "deleted":
+                raise NotFoundError(f"no sandbox {request.sandbox[:140]!r}")
+            sandbox = self.context.sandboxes.get(request.sandbox)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                while sandbox.doc.state != request.state:
+                    if sandbox.doc.state in ("failed", "deleted"):
+                        break
+                    await sandbox.changed.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{sandbox.doc.name!r} is {sandbox.doc.state}, not {request.state}, after {request.timeout_s} s",
+                sandbox=sandbox.id,
+                retryable=True,
+            ) from None
+        if sandbox.doc.state != request.state:
+            raise ConflictError(f"{sandbox.doc.name!r} is {sandbox.doc.state}", sandbox=sandbox.id)
+        return sandbox.info()
+
+    async def usage(self, request: rq.SandboxRequest, caller: rq.Caller) -> ty.Usage:
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        box = sandbox.box
+        if box is None:
+            return ty.Usage(0.0, 0.0, 0.0, 0)
+        disk_mb = self.context.disks.usage_mb(box.id)
+        cpu_ms, mem_mb, _ = box.cgroup.usage() if box.cgroup else (0.0, 0.0, 0)
+        guest = await box.guest.activity()
+        return ty.Usage(cpu_ms or guest.cpu_ms, round(mem_mb, 1), round(disk_mb, 1), guest.processes)
+
+    async def stop_sandbox(self, request: rq.StopSandbox, caller: rq.Caller) -> ty.SandboxInfo:
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        await self.lifecycle.stop(sandbox, caller)
+        return sandbox.info()
+
+    async def start_sandbox(self, request: rq.StartSandbox, caller: rq.Caller) -> ty.SandboxInfo:
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        await self.lifecycle.start(sandbox, caller, request.lease)
+        return sandbox.info()
+
+    async def delete_sandbox(self, request: rq.DeleteSandbox, caller: rq.Caller) -> ty.SandboxInfo | None:
+        sandbox = self.context.sandboxes.find(request.sandbox)
+        if sandbox is None:
+            return None
+        await self.lifecycle.delete(sandbox, caller)
+        return sandbox.info()
+
+    async def delete_sandboxes(self, request: rq.DeleteSandboxes, caller: rq.Caller) -> list[ty.SandboxInfo]:
+        wanted = request.labels.items()
+        chosen = [box for box in self.context.sandboxes if wanted and wanted <= box.doc.labels.items()]
+        async with asyncio.TaskGroup() as group:
+            for sandbox in chosen:
+                group.create_task(self.lifecycle.delete(sandbox, caller))
+        return [sandbox.info() for sandbox in chosen]
+
+    # -- snapshots, forks, checkpoints -------------------------------------------------
+
+    async def snapshot(self, request: rq.TakeSnapshot, caller: rq.Caller) -> ty.SnapshotInfo:
+        return await self.forking.snapshot(request, caller)
+
+    async def list_snapshots(self, request: rq.ListSnapshots, caller: rq.Caller) -> list[ty.SnapshotInfo]:
+        wanted = (request.labels or {}).items()
+        kept = [doc for doc in self.context.snapshots.values() if doc.kind == "snapshot"]
+        chosen = [doc for doc in kept if wanted <= doc.labels.items()]
+        return [self.snapshots.info(doc) for doc in sorted(chosen, key=lambda doc: doc.created_at)]
+
+    async def get_snapshot(self, request: rq.SnapshotRequest, caller: rq.Caller) -> ty.SnapshotInfo:
+        return self.snapshots.info(self.snapshots.get(request.snapshot))
+
+    async def delete_snapshot(self, request: rq.DeleteSnapshot, caller: rq.Caller) -> None:
+        doc = self.snapshots.get(request.snapshot)
+        users = self.snapshots.users(doc)
+        if users:
+            raise ConflictError(
+                f"snapshot {doc.name or doc.id} is in use by {', '.join(users)}",
+                hint="delete those sandboxes first",
+            )
+        if doc.kind != "snapshot":
+            raise ConflictError(f"{doc.id} is a {doc.kind}, not a snapshot", hint="use delete_checkpoint")
+        await self.snapshots.discard(doc)
+        await self.context.record("snapshot.deleted", caller, doc.sandbox, id=doc.id, name=doc.name)
+
+    async def fork(self, request: rq.Fork, caller: rq.Caller) -> ty.ForkResult:
+        template = self._as_template(request.source)
+        if template is not None:
+            return await self._fork_template(request, template, caller)
+        return await self.forking.fork(request, caller)
+
+    def _as_template(self, source: str) -> str | None:
+        known = self.context.sandboxes.find(source) or self.snapshots.find(source)
+        return source if known is None and self.templates.find(source) is not None else None
+
+    async def _fork_template(self, request: rq.Fork, template: str, caller: rq.Caller) -> ty.ForkResult:
+        shared = {
+            name: getattr(request, name)
+            for name in [
+                "type",
+                "cpus",
+                "mem_mb",
+                "disk_mb",
+                "env",
+                "egress",
+                "egress_allow",
+                "ttl_min",
+                "auto_stop_min",
+                "lease",
+            ]
+        }
+        rest = {"ephemeral": bool(request.ephemeral), "labels": request.labels or {}, "template": template}
+
+        def plan(name: str | None) -> Plan:
+            create = rq.CreateSandbox(name=name, **shared, **rest)
+            return for_create(create, self.context, self.templates, self.snapshots)
+
+        return await self.forking.fork_template(request, template, caller, plan)
+
+    async def checkpoint(self, request: rq.TakeCheckpoint, caller: rq.Caller) -> ty.CheckpointInfo:
+        return await self.forking.checkpoint(request, caller)
+
+    async def list_checkpoints(
+        self, request: rq.SandboxRequest, caller: rq.Caller
+    ) -> list[ty.CheckpointInfo]:
+        return self.snapshots.checkpoint_infos(self.context.sandboxes.get(request.sandbox))
+
+    async def delete_checkpoint(self, request: rq.DeleteCheckpoint, caller: rq.Caller) -> None:
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        await self.forking.delete_checkpoint(sandbox, request.checkpoint, caller)
+
+    async def rewind(self, request: rq.Rewind, caller: rq.Caller) -> ty.SandboxInfo:
+        return await self.forking.rewind(request, caller)
+
+    async def tree(self, request: rq.Tree, caller: rq.Caller) -> list[ty.TreeNode]:
+        return tree(self.context, self.templates.all(), request.root)
+
+    # -- templates ---------------------------------------------------------------------
+
+    async def list_templates(self, request: rq.Empty, caller: rq.Caller) -> list[ty.TemplateInfo]:
+        return [self.templates.info(doc) for doc in self.templates.all()]
+
+    async def delete_template(self, request: rq.DeleteTemplate, caller: rq.Caller) -> None:
+        doc = self.templates.get(request.name)
+        self.templates.remove(request.name)
+        await self.snapshots.release(doc.layers)
+        await self.context.record("template.deleted", caller, None, name=request.name)
+
+    async def warm_template(self, request: rq.WarmTemplate, caller: rq.Caller) -> ty.TemplateInfo:
+        doc = self.templates.get(request.name)
+        await self.templates.warm(doc, shape(request.type or self.context.settings.defaults.type))
+        self.snapshots.hold_template(doc)
+        return self.templates.info(doc)
+
+    # -- watching ----------------------------------------------------------------------
+
+    async def audit(self, request: rq.Audit, caller: rq.Caller) -> list[ty.AuditRecord]:
+        sandbox = self.context.sandboxes.find(request.sandbox) if request.sandbox else None
+        wanted = sandbox.id if sandbox is not None else request.sandbox
+        await self.context.audit.flush()
+        return await asyncio.to_thread(
+            self.context.audit.read, sandbox=wanted, since=request.since, limit=request.limit
+        )
+
+    def events(self, request: rq.Events, caller: rq.Caller) -> AsyncIterator[ty.Event]:
+        sandbox = self.context.sandboxes.get(request.sandbox).id if request.sandbox else None
+        return self.context.events.listen(sandbox)
+
+    async def capacity(self, request: rq.CapacityRequest, caller: rq.Caller) -> ty.Capacity:
+        need = self.admission.need_mb(self._image_bytes(request.source))
+        return ty.Capacity(
+            fits=self.admission.fits(need),
+            mem_free_mb=int(self.admission.free_mb()),
+            mem_committed_mb=int(sum(box.doc.mem_mb for box in self.context.sandboxes if box.box)),
+            disk_free_mb=int(free_mb(self.context.home)),
+            sandboxes=len(self.context.sandboxes),
+        )
+
+    def _image_bytes(self, source: str | None) -> int | None:
+        if source is None:
+            return None
+        sandbox = self.context.sandboxes.find(source)
+        if sandbox is not None:
+            box = sandbox.box
+            return int(box.cgroup.usage()[1] * (1 << 20)) if box is not None and box.cgroup else 0
+        kept = self.snapshots.find(source)
+        return kept.memory_bytes if kept is not None else None
+
+    async def health(self, request: rq.Empty, caller: rq.Caller) -> ty.Health:
+        settings, problems = self.context.settings, []
+        disk = free_mb(self.context.home)
+        if disk < 1024:
+            problems.append(f"only {disk} MiB of disk are free at {settings.home}")
+        if not self.context.machines.cgroups.available:
+            problems.append("no cgroup controllers: memory and CPU limits are not enforced")
+        if self.templates.find("base") is None:
+            problems.append("there is no base template: run forkyard setup")
+        return ty.Health(
+            ok=not problems,
+            pid=os.getpid(),
+            version=forkyard.__version__,
+            wire=WIRE_VERSION,
+            home=str(settings.home),
+            socket=str(settings.socket),
+            sandboxes=len(self.context.sandboxes),
+            engines=[self.context.engine.name],
+            problems=problems,
+        )
+
+    # -- the daemon's ------------------------------------------------------------------
+
+    async def prepare_shutdown(self, sandboxes: str) -> None:
+        """Before connections are dropped: commands run on (``keep``), or all sandboxes stop or go."""
+        self.execs.detach_all()
+        for sandbox in self.context.sandboxes:
+            try:
+                if sandboxes == "delete":
+                    await self.lifecycle.delete(sandbox, None)
+                elif sandboxes == "stop" and sandbox.doc.state == "running":
+                    await self.lifecycle.stop(sandbox, None)
+            except ForkyardError as error:
+                log.warning("%s at shutdown: %s", sandbox.id, error)
+
+    async def _saved(self, sandbox: Sandbox, caller: rq.Caller, kind: str, **data: Any) -> None:
+        await self.context.save(sandboxes=[sandbox.doc])
+        await self.context.record(kind, caller, sandbox.id, **data)
+
+
+@contextlib.asynccontextmanager
+async def open_yard(settings: Settings) -> AsyncIterator[Yard]:
+    """The yard in ``settings.home``, recovered and running. Leaving it keeps sandboxes running.
+
+    Raises:
+        UnavailableError: it was never set up, or something that it needs is missing; says what.
+    """
+    # FIFOs and sockets live below it, so its path must be short.
+    home = short(settings.home)
+    for name in ("boxes", "images", "audit", "templates"):
+        (home / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+    process.keep_table_large()
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await open_engine(settings, home)
+        catalog = await Catalog.open(home / "catalog.db")
+        stack.push_async_callback(catalog.close)
+        audit = AuditLog(home / "audit")
+        await audit.open()
+        stack.push_async_callback(audit.close)
+        disks = DiskStore(home, settings)
+        await disks.open()
+        images = Images(home / "images")
+        cgroups = Cgroups.for_home(settings.home)
+        # Last in, first out: the readers and watches end before what they use.
+        tg = await stack.enter_async_context(Services())
+        machines = Machines(home, engine, disks, images, cgroups, tg)
+        context = Context(
+            settings=settings,
+            home=home,
+            engine=engine,
+            catalog=catalog,
+            disks=disks,
+            images=images,
+            audit=audit,
+            machines=machines,
+            tg=tg,
+            agent=agents.install(home),
+        )
+        yard = Yard(context)
+        await Recovery(yard.lifecycle).run()
+        await yard.execs.recover()
+        tg.create_task(yard.leases.run())
+        process.Reaper().start(tg)
+        try:
+            yield yard
+        finally:
+            yard.leases.close()
+            await yard.execs.close()
+            if not len(context.sandboxes):
+                await engine.close()
+                cgroups.close()
+                await disks.close()
+
+
+__all__ = ["Yard", "open_yard"]
