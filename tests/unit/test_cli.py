@@ -304,3 +304,22 @@ def test_the_start_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30,
                           check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("words, at, found", [
+    ("forkyard rew", 1, ["rewind"]),
+    ("forkyard checkpoints l", 2, ["ls"]),
+    ("forkyard info w", 2, ["work"]),
+    ("forkyard exec w", 2, ["work"]),
+    ("forkyard new --fr", 2, ["--from"]),
+])
+def test_words_are_completed(
+    client: MemoryClient, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    words: str, at: int, found: list[str],
+) -> None:
+    client.create_sandbox("work")
+    monkeypatch.setenv("_FORKYARD_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(at))
+    assert run((), App(client)) == 0
+    assert [line.split(",")[1] for line in capfd.readouterr().out.splitlines()] == found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,6 +49,17 @@ class App:
 
             self._client = Client()
         return self._client
+
+    @contextmanager
+    def running_client(self) -> Iterator[Client]:
+        """A client that starts no daemon."""
+        if self._client is not None:
+            yield self._client
+            return
+        from forkyard import Client
+
+        with Client(start=False) as client:
+            yield client
 
     @property
     def has_client(self) -> bool:

@@ -32,7 +32,8 @@ Example:
 @pass_app
 def daemon_status(app: App, as_json: bool) -> None:
     """Say whether a daemon runs, and which; exit code 6 if none does."""
-    _show(_asked(app), as_json)
+    with app.running_client() as client:
+        _show(client.health(), as_json)
 
 
 @daemon_verb.command("start", epilog="""\b
@@ -75,36 +76,21 @@ def daemon_restart(app: App, as_json: bool) -> None:
     _show(app.client.health(), as_json)
 
 
-def _asked(app: App) -> Health:
-    """The daemon's health, without starting one."""
-    if app.has_client:
-        return app.client.health()
-    from forkyard import Client
-
-    with Client(start=False) as client:
-        return client.health()
-
-
 def _stop(app: App, sandboxes: str) -> int:
     """Stop the daemon and wait until its process is gone; gives its pid."""
-    pid = _asked(app).pid
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return pid
-    try:
-        if app.has_client:
-            app.client.shutdown(sandboxes)
-        else:
-            from forkyard import Client
-
-            with Client(start=False) as client:
-                client.shutdown(sandboxes)
-        if not select.select([handle], [], [], PATIENCE_S)[0]:
-            raise errors.DeadlineError(f"the daemon (pid {pid}) has not ended after {PATIENCE_S:g} s",
-                                       hint="see daemon.log in FORKYARD_HOME")
-    finally:
-        os.close(handle)
+    with app.running_client() as client:
+        pid = client.health().pid
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return pid
+        try:
+            client.shutdown(sandboxes)
+            if not select.select([handle], [], [], PATIENCE_S)[0]:
+                raise errors.DeadlineError(f"the daemon (pid {pid}) has not ended after {PATIENCE_S:g} s",
+                                           hint="see daemon.log in FORKYARD_HOME")
+        finally:
+            os.close(handle)
     return pid
 
 

@@ -58,20 +58,19 @@ ENV = Pair(from_env=True)
 
 def complete_sandbox(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Names of sandboxes for shell completion; silence when there is no daemon."""
-    try:
-        app = ctx.find_object(App) or App()
-        names = [box.name for box in app.client.list_sandboxes()]
-    except Exception:  # a completion that fails must leave the command line alone
-        return []
-    return [name for name in names if name.startswith(incomplete)]
+    return _names(ctx, incomplete, "list_sandboxes")
 
 
 def complete_snapshot(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Names of snapshots for shell completion."""
+    return _names(ctx, incomplete, "list_snapshots")
+
+
+def _names(ctx: click.Context, incomplete: str, question: str) -> list[str]:
     try:
-        app = ctx.find_object(App) or App()
-        names = [snap.name for snap in app.client.list_snapshots() if snap.name]
-    except Exception:  # as above
+        with (ctx.find_object(App) or App()).running_client() as client:
+            names = [item.name for item in getattr(client, question)() if item.name]
+    except Exception:  # a completion that fails must leave the command line alone
         return []
     return [name for name in names if name.startswith(incomplete)]
 
