@@ -7,6 +7,7 @@ or as a device; links that lead out of the tree are not made; set-user-id bits a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import stat
@@ -171,6 +172,11 @@ class _Tree:
             os.close(self._root)
 
     def put(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """Write one member. Raises ConflictError where a link or a directory here is in its way."""
+        with _in_the_way(member.name):
+            self._put(tar, member)
+
+    def _put(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         parts = _parts(member.name)
         if parts is None:
             self.skipped.append(member.name)
@@ -245,7 +251,7 @@ class _Tree:
             if not _stays_inside(parts, member.linkname):
                 self.skipped.append(member.name)
                 continue
-            with self._directory(parts[:-1]) as parent:
+            with _in_the_way(member.name), self._directory(parts[:-1]) as parent:
                 _clear(parts[-1], parent)
                 os.symlink(member.linkname, parts[-1], dir_fd=parent)
                 if self._as_root:
@@ -260,6 +266,19 @@ class _Tree:
             os.fchown(fd, member.uid, member.gid)
         os.fchmod(fd, member.mode & 0o777)
         os.utime(fd, (member.mtime, member.mtime))
+
+
+@contextlib.contextmanager
+def _in_the_way(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
+            raise
+        raise errors.ConflictError(
+            f"{name!r} cannot be written: {os.strerror(error.errno)}",
+            hint="something of another kind is in its place; download to another directory",
+        ) from None
 
 
 def _clear(name: str, parent: int) -> None:

@@ -173,7 +173,7 @@ class App:
         await reply.done(done, verb.reply, close=not body.complete)
 
     async def _exec(self, route: Route, request: rq.Exec, body: Body, reply: Reply, caller: Caller) -> None:
-        if body.complete:
+        if not body.headed:
             await self._change(route, request, body, reply, caller)
             return
         pump = Pump(body)

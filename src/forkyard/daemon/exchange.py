@@ -64,12 +64,18 @@ def done_with(error: BaseException) -> Done:
 
 
 class Body:
-    """The request's body, and after its end the client's presence."""
+    """The request's body, and after its end the client's presence.
+
+    Attributes:
+        complete: All of it has come in.
+        headed: It began with a head, so what follows is a stream.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._spare = b""
         self.complete = False
+        self.headed = False
 
     async def _next(self) -> bytes:
         message = await self._receive()
@@ -96,6 +102,7 @@ class Body:
 
     async def head(self, limit: int = 1 << 20) -> bytes:
         """The payload of the frame that it begins with."""
+        self.headed = True
         data = b""
         need = 4
         while len(data) < need:

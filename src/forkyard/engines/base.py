@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from forkyard.host import process
+
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
@@ -53,7 +55,7 @@ class Machine:
 
     def record(self) -> dict[str, Any]:
         """What :meth:`Engine.reattach` needs to find it again after the daemon's death."""
-        return {"pid": self.pid, "start_time": self.start_time}
+        return {"pid": self.pid, "start_time": self.start_time, "boot_id": process.boot_id()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,10 @@ class Engine(Protocol):
 
     async def kill(self, machine: Machine) -> None:
         """End every process of the machine and wait until they are gone. Idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Remove what machines share on the host; none is left."""
         ...
 
     async def reattach(self, spec: MachineSpec, record: dict[str, Any]) -> Machine | None:

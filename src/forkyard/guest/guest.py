@@ -23,6 +23,7 @@ from forkyard.guest.channel import Channel
 from forkyard.guest.files import GuestFiles
 from forkyard.guest.process import GuestProcess, KnownProcess, SpawnSpec
 from forkyard.guest.request import REQUEST_S
+from forkyard.host.process import TaskStarter
 from forkyard.types import ProcessInfo
 from forkyard.wire import Op, Packer, Scope, Unpacker, WireError
 
@@ -106,7 +107,7 @@ class Guest(GuestFiles):
     def __init__(self, to_guest_fd: int, from_guest_fd: int, *, box: str) -> None:
         self.box = box
         self._channel = Channel(to_guest_fd, from_guest_fd, box=box, on_violation=self._violated)
-        self._group: asyncio.TaskGroup | None = None
+        self._group: TaskStarter | None = None
         self._live: set[GuestProcess] = set()
         self.info: AgentInfo | None = None
         # Called once, when the guest itself made the channel useless.
@@ -115,7 +116,7 @@ class Guest(GuestFiles):
 
     # ---- life
 
-    async def attach(self, tg: asyncio.TaskGroup | None = None, *, timeout_s: float = 10) -> AgentInfo:
+    async def attach(self, tg: TaskStarter | None = None, *, timeout_s: float = 10) -> AgentInfo:
         """Begin a new epoch: after a boot, a restore, and a daemon's start.
 
         Requests under way end with UnavailableError; commands that this object is attached to go

@@ -18,16 +18,18 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Protocol
 
 from forkyard.errors import DeadlineError, InternalError, UnsupportedError
 
 __all__ = [
     "Completed",
     "Reaper",
+    "TaskStarter",
     "become_subreaper",
     "boot_id",
     "find_program",
@@ -58,6 +60,14 @@ _PACKAGES = {
 _ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_OUTPUT = 64 << 20
+
+
+class TaskStarter(Protocol):
+    """Where background work runs: a TaskGroup, or whatever else owns tasks."""
+
+    def create_task(
+        self, work: Coroutine[Any, Any, Any], /, *, name: str | None = None
+    ) -> asyncio.Task[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +372,7 @@ class Reaper:
         self._seen: dict[int, float] = {}
         self._on_reaped = on_reaped
 
-    def start(self, tg: asyncio.TaskGroup) -> asyncio.Task[None]:
+    def start(self, tg: TaskStarter) -> asyncio.Task[None]:
         """Poll once a second in ``tg``, until cancelled."""
         return tg.create_task(self._loop(), name="reaper")
 

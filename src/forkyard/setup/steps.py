@@ -20,8 +20,7 @@ from typing import Any
 
 from forkyard import config
 from forkyard.config import Settings
-from forkyard.engines.base import Engine
-from forkyard.engines.gvisor import GVisor, Runsc
+from forkyard.engines.gvisor import Runsc
 from forkyard.errors import ConflictError, ForkyardError, UnsupportedError
 from forkyard.host import mounts, probe
 from forkyard.host.files import write_atomic
@@ -192,8 +191,7 @@ async def _engine(settings: Settings, newest: bool, show: Progress) -> None:
             return
 
         async def boots(candidate: Runsc) -> None:
-            engine = GVisor(candidate, "systrap", home / "engine" / "shared")
-            async with open_trial(engine, home) as trial:
+            async with open_trial(candidate, "systrap", home) as trial:
                 await trial.boot()
 
         if newest and not built:
@@ -311,14 +309,10 @@ async def _platform(settings: Settings, show: Progress) -> None:
             return
         it.doing("measuring how quickly commands start")
         binary = await Runsc.probe(Path(record["runsc"]))
-
-        async def open_engine(platform: str) -> Engine:
-            return GVisor(binary, platform, home / "engine" / "shared")
-
         template = read_template(home, "base")
         assert template is not None
-        lowers = _layer_paths(home, template["layers"])
-        chosen, figures = await choose_platform(open_engine, home, lowers)
+        lowers = layer_paths(home, template["layers"])
+        chosen, figures = await choose_platform(binary, home, lowers)
         record["platform"] = chosen
         record["measured"] = [
             {"platform": t.platform, "boot_ms": round(t.boot_ms), "command_ms": round(t.command_ms, 1)}
@@ -329,7 +323,8 @@ async def _platform(settings: Settings, show: Progress) -> None:
         it.result = f"{chosen} (a command after a pause: {told})"
 
 
-def _layer_paths(home: Path, layers: list[str]) -> list[Path]:
+def layer_paths(home: Path, layers: list[str]) -> list[Path]:
+    """Where a home's layers lie, without opening its store."""
     paths = []
     for layer in layers:
         reference = None
@@ -436,7 +431,7 @@ async def quick_setup(settings: Settings) -> bool:
     engine = runsc.read_engine(other)
     template = read_template(other, "base")
     assert engine is not None and template is not None
-    paths = _layer_paths(other, template["layers"])
+    paths = layer_paths(other, template["layers"])
     if not all(path.is_dir() for path in paths):
         return False
     (home / "engine").mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnsupportedError
 from forkyard.host import files, mounts
+from forkyard.host.process import TaskStarter
 from forkyard.store.backend import Backend, BtrfsBackend, PlainBackend
 from forkyard.store.btrfs import Volume, is_btrfs
 from forkyard.store.layers import Layers, Source
@@ -172,7 +173,7 @@ class DiskStore:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def start(self, tg: asyncio.TaskGroup) -> None:
+    def start(self, tg: TaskStarter) -> None:
         """Keep room ahead of what is written, and watch limits where no quota does, until cancelled."""
         tg.create_task(self._watch(), name="disk store")
 

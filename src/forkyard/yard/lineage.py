@@ -28,9 +28,9 @@ def tree(context: Context, templates: Iterable[TemplateDoc], root: str | None) -
     for snapshot in context.snapshots.values():
         if snapshot.kind in ("checkpoint", "snapshot", "fork"):
             kind = "checkpoint" if snapshot.kind == "checkpoint" else "snapshot"
-            parent = (
-                snapshot.parent if snapshot.kind == "checkpoint" and snapshot.parent else snapshot.sandbox
-            )
+            parent: str | None = snapshot.sandbox
+            if snapshot.kind == "checkpoint" and snapshot.parent:
+                parent = snapshot.parent
             nodes[snapshot.id] = TreeNode(
                 snapshot.id,
                 kind,  # type: ignore[arg-type]

@@ -41,8 +41,6 @@ class Recovery:
         for snapshot in kept:
             context.snapshots[snapshot.id] = snapshot
             snapshots.hold(snapshot.layers)
-        for template in self.lifecycle.templates.all():
-            snapshots.hold(template.layers)
         half_made = []
         for doc in sandboxes:
             if doc.state == "creating":
@@ -111,7 +109,8 @@ class Recovery:
         for box in context.machines.cgroups.names():
             if box not in boxes and (cgroup := context.machines.cgroups.find(box)) is not None:
                 await _quietly(cgroup.delete())
-        await context.disks.sweep(boxes, set(self.lifecycle.snapshots.holders))
+        layers = set(self.lifecycle.snapshots.holders) | self.lifecycle.templates.layers()
+        await context.disks.reap(context.disks.stray(boxes, layers))
         images = {doc.image for doc in context.snapshots.values() if doc.image}
         for image in context.images.names():
             if image not in images and not image.startswith("warm-"):

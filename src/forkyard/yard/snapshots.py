@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from forkyard.errors import ConflictError, NotFoundError, UnsupportedError
@@ -35,8 +35,9 @@ class Snapshots:
     A layer is dropped with its last holder: a snapshot, a live sandbox or a template.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, template_layers: Callable[[], set[str]]) -> None:
         self.context = context
+        self.template_layers = template_layers
         self.holders: collections.Counter[str] = collections.Counter()
 
     def hold(self, layers: Iterable[str]) -> None:
@@ -44,10 +45,18 @@ class Snapshots:
 
     async def release(self, layers: Iterable[str]) -> None:
         """Give up layers, and drop those that nobody holds any more."""
-        for layer in layers:
-            self.holders[layer] -= 1
-            if self.holders[layer] <= 0:
-                del self.holders[layer]
+        self.holders.subtract(layers)
+        await self.drop_unheld(layers)
+
+    async def drop_unheld(self, layers: Iterable[str]) -> None:
+        """Drop those of ``layers`` that no snapshot, sandbox or template holds."""
+        unheld = [layer for layer in layers if self.holders[layer] <= 0]
+        if not unheld:
+            return
+        kept = self.template_layers()
+        for layer in unheld:
+            self.holders.pop(layer, None)
+            if layer not in kept:
                 await self.context.disks.drop_layer(layer)
 
     def find(self, ref: str) -> SnapshotDoc | None:

@@ -82,6 +82,10 @@ class Templates:
                 found.append(msgspec.json.decode(path.read_bytes(), type=TemplateDoc))
         return found
 
+    def layers(self) -> set[str]:
+        """The layers of all templates."""
+        return {layer for doc in self.all() for layer in doc.layers}
+
     def put(self, doc: TemplateDoc) -> None:
         """Write a template's file whole."""
         self.directory.mkdir(exist_ok=True)

@@ -56,7 +56,7 @@ class Yard:
         self.context = context
         settings = context.settings
         self.templates = Templates(context)
-        self.snapshots = Snapshots(context)
+        self.snapshots = Snapshots(context, self.templates.layers)
         self.admission = Admission(context.home, settings.mem_mb, settings.max_sandboxes)
         self.leases = Leases(context)
         self.lifecycle = Lifecycle(context, self.templates, self.snapshots, self.admission, self.leases)
@@ -218,25 +218,23 @@ class Yard:
         return source if known is None and self.templates.find(source) is not None else None
 
     async def _fork_template(self, request: rq.Fork, template: str, caller: rq.Caller) -> ty.ForkResult:
-        shared = {
-            name: getattr(request, name)
-            for name in [
-                "type",
-                "cpus",
-                "mem_mb",
-                "disk_mb",
-                "env",
-                "egress",
-                "egress_allow",
-                "ttl_min",
-                "auto_stop_min",
-                "lease",
-            ]
-        }
-        rest = {"ephemeral": bool(request.ephemeral), "labels": request.labels or {}, "template": template}
-
         def plan(name: str | None) -> Plan:
-            create = rq.CreateSandbox(name=name, **shared, **rest)
+            create = rq.CreateSandbox(
+                name=name,
+                template=template,
+                type=request.type,
+                cpus=request.cpus,
+                mem_mb=request.mem_mb,
+                disk_mb=request.disk_mb,
+                env=request.env,
+                egress=request.egress,
+                egress_allow=request.egress_allow,
+                ttl_min=request.ttl_min,
+                auto_stop_min=request.auto_stop_min,
+                ephemeral=bool(request.ephemeral),
+                labels=request.labels or {},
+                lease=request.lease,
+            )
             return for_create(create, self.context, self.templates, self.snapshots)
 
         return await self.forking.fork_template(request, template, caller, plan)
@@ -267,13 +265,12 @@ class Yard:
     async def delete_template(self, request: rq.DeleteTemplate, caller: rq.Caller) -> None:
         doc = self.templates.get(request.name)
         self.templates.remove(request.name)
-        await self.snapshots.release(doc.layers)
+        await self.snapshots.drop_unheld(doc.layers)
         await self.context.record("template.deleted", caller, None, name=request.name)
 
     async def warm_template(self, request: rq.WarmTemplate, caller: rq.Caller) -> ty.TemplateInfo:
         doc = self.templates.get(request.name)
         await self.templates.warm(doc, shape(request.type or self.context.settings.defaults.type))
-        self.snapshots.hold_template(doc)
         return self.templates.info(doc)
 
     # -- watching ----------------------------------------------------------------------
@@ -393,6 +390,7 @@ async def open_yard(settings: Settings) -> AsyncIterator[Yard]:
         await yard.execs.recover()
         tg.create_task(yard.leases.run())
         process.Reaper().start(tg)
+        disks.start(tg)
         try:
             yield yard
         finally:
