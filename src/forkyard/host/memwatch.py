@@ -74,8 +74,9 @@ class MemoryWatch:
         """Usage with page cache."""
         raise NotImplementedError
 
-    def _rest(self) -> None:
-        """Usage is low again: restore limits and wait for the kernel's word."""
+    def _rest(self) -> bool:
+        """Usage is low again: restore limits. True if the kernel will tell when that changes."""
+        raise NotImplementedError
 
     def _alarm(self) -> None:
         """Usage has crossed the limit."""
@@ -90,9 +91,10 @@ class MemoryWatch:
             used = self.measure()
             total = self._total()
             if total < self.limit - self.reserve // 4:
-                self._rest()
-                return
-            self._alarm()
+                if self._rest():
+                    return
+            else:
+                self._alarm()
         except OSError:  # the group is gone; whoever removed it will close us
             return
         wait = max(_LEAST_S, min(_MOST_S, (self.limit - used) / _FILL_RATE))
@@ -131,37 +133,56 @@ class V1Watch(MemoryWatch):
         self._usage_path = f"{self.directory}/memory.usage_in_bytes"
         self._limit_path = f"{self.directory}/memory.limit_in_bytes"
         self._oom_path = f"{self.directory}/memory.oom_control"
-        self._event(self._usage_path, str(self.limit), self._look)
-        self._event(self._oom_path, "", self._out_of_memory)
+        self._armed = False
+        event = self._eventfd()
+        self._register(event, self._oom_path, "")
+        self._hear(event, self._out_of_memory)
         _put(self._oom_path, 1)
+        # a threshold waits for an RCU grace period (10 ms): in a thread, and until then we look
+        usage = self._eventfd()
+        armed = self.loop.run_in_executor(None, self._register, usage, self._usage_path, str(self.limit))
+        armed.add_done_callback(lambda future: self._arm(usage, future))
         if b"under_oom 1" in _get(self._oom_path):  # it waited for us
             self._out_of_memory()
 
-    def _event(self, path: str, argument: str, react: Callable[[], None]) -> None:
-        event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._fds.append(event)
+    @staticmethod
+    def _eventfd() -> int:
+        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def _register(self, event: int, path: str, argument: str) -> None:
         target = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _put(f"{self.directory}/cgroup.event_control", f"{event} {target} {argument}")
         finally:
             os.close(target)
 
+    def _arm(self, event: int, future: asyncio.Future[None]) -> None:
+        if self.closed or future.cancelled() or future.exception() is not None:
+            os.close(event)  # without it we go on looking
+            return
+        self._armed = True
+        self._hear(event, self._look)
+        self._look()
+
+    def _hear(self, event: int, react: Callable[[], None]) -> None:
         def fired() -> None:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(event)
             react()
 
+        self._fds.append(event)
         self.loop.add_reader(event, fired)
 
     def _total(self) -> int:
         return int(_get(self._usage_path))
 
-    def _rest(self) -> None:
+    def _rest(self) -> bool:
         if self._raised:
             with contextlib.suppress(OSError):  # EBUSY: not low enough yet
                 _put(self._limit_path, self.limit + self.reserve)
                 _put(self._oom_path, 1)
                 self._raised = 0
+        return self._armed
 
     def _out_of_memory(self) -> None:
         if self.closed:
@@ -207,12 +228,12 @@ class V2Watch(MemoryWatch):
     def _total(self) -> int:
         return int(_get(f"{self.directory}/memory.current"))
 
-    def _rest(self) -> None:
+    def _rest(self) -> bool:
         if not self._armed:
             _put(self._high_path, self.limit)
             self._armed = True
-            if self._total() >= self.limit:  # it got there in between
-                self._look()
+            return self._total() < self.limit  # False: it got there in between
+        return True
 
     def _alarm(self) -> None:
         if self._armed:
