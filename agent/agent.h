@@ -34,7 +34,7 @@ enum frame_type {
 enum { F_MORE = 1 };
 
 enum op {
-    OP_SPAWN = 1, OP_ADOPT, OP_IDENTIFY, OP_PROCS, OP_KILL_LARGEST, OP_ACTIVITY, OP_LOOKUP, OP_KILL,
+    OP_SPAWN = 1, OP_ADOPT, OP_IDENTIFY, OP_PROCS, OP_KILL_LARGEST, OP_ACTIVITY, OP_LOOKUP, OP_KILL, OP_DELETED,
     OP_STAT = 32, OP_LIST, OP_READ, OP_WRITE, OP_MKDIR, OP_RENAME, OP_REMOVE, OP_SYMLINK, OP_READLINK,
     OP_CHMOD, OP_CHOWN, OP_UTIME,
 };
@@ -215,6 +215,9 @@ void op_procs(uint32_t stream, struct in *);
 void op_kill(uint32_t stream, struct in *);
 void op_kill_largest(uint32_t stream, struct in *);
 void op_activity(uint32_t stream, struct in *);
+
+/* ---- deleted.c */
+void op_deleted(uint32_t stream, struct in *);
 
 /* ---- identity.c */
 extern char fork_id[128];

@@ -32,6 +32,7 @@ void op_open(uint32_t stream, uint16_t op, struct in *in) {
     case OP_ACTIVITY: op_activity(stream, in); return;
     case OP_LOOKUP: op_lookup(stream, in); return;
     case OP_KILL: op_kill(stream, in); return;
+    case OP_DELETED: op_deleted(stream, in); return;
     }
     if (op >= OP_STAT && op <= OP_UTIME)
         op_file(stream, op, in);

@@ -62,6 +62,7 @@ class Op(IntEnum):
     ACTIVITY = 6
     LOOKUP = 7
     KILL = 8
+    DELETED = 9
     STAT = 32
     LIST = 33
     READ = 34

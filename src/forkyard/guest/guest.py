@@ -272,6 +272,13 @@ class Guest(GuestFiles):
         killed = self._parse(lambda u: Killed(u.u32(), u.u64() / 1024, u.u32()), u)
         return killed if killed.pid else None
 
+    async def deleted_files(self) -> list[tuple[str, int, str]]:
+        """Deleted files that are still held (up to 64): path, pid and name of the holder."""
+        u = await self._ask(Op.DELETED, b"", "deleted_files")
+        return self._parse(
+            lambda u: [(_text(u), u.u32(), _text(u)) for _ in range(_count(u, 256))], u
+        )
+
     async def activity(self) -> Activity:
         u = await self._ask(Op.ACTIVITY, b"", "activity")
         return self._parse(lambda u: Activity(u.u64(), u.u32()), u)

@@ -13,20 +13,10 @@ from forkyard.yard.machines import Frozen, Limits
 from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc, checkpoint_info, snapshot_info
 
 # What a sandbox started from a snapshot takes over from the one that was frozen.
-INHERITED = [
-    "template",
-    "type",
-    "cpus",
-    "mem_mb",
-    "disk_mb",
-    "shape_mem_mb",
-    "shape_disk_mb",
-    "processes",
-    "user",
-    "workdir",
-    "env",
-    "tainted",
-]
+INHERITED = (
+    *("template", "type", "cpus", "mem_mb", "disk_mb", "shape_mem_mb", "shape_disk_mb", "processes"),
+    *("user", "workdir", "env", "tainted"),
+)
 
 
 class Snapshots:

@@ -9,25 +9,14 @@ from forkyard.engines.base import MachineSpec
 AGENT_DIR = "/.forkyard"
 AGENT = f"{AGENT_DIR}/fy-agent"
 
-# What the agent holds. It gives its commands fewer: see drop_capabilities in agent/.
+# What the agent holds. Its commands have no SYS_ADMIN (host name), SYS_RESOURCE (a full
+# process table) and SYS_PTRACE (whose files are open, whose child a process is).
 CAPABILITIES = [
     f"CAP_{name}"
-    for name in [
-        "CHOWN",
-        "DAC_OVERRIDE",
-        "FOWNER",
-        "FSETID",
-        "SETUID",
-        "SETGID",
-        "SETPCAP",
-        "SETFCAP",
-        "KILL",
-        "NET_BIND_SERVICE",
-        "SYS_CHROOT",
-        "AUDIT_WRITE",
-        "SYS_ADMIN",
-        "SYS_RESOURCE",
-    ]
+    for name in (
+        *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETUID", "SETGID", "SETPCAP", "SETFCAP", "KILL"),
+        *("NET_BIND_SERVICE", "SYS_CHROOT", "AUDIT_WRITE", "SYS_ADMIN", "SYS_RESOURCE", "SYS_PTRACE"),
+    )
 ]
 
 # Directories where programs delete files that they still hold open. As a tmpfs those
