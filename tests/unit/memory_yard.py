@@ -56,6 +56,7 @@ class MemoryExecs:
         self._yard = yard
         self._tasks = yard.tasks
         self.running: dict[int, Running] = {}
+        self.kept: dict[str, asyncio.subprocess.Process] = {}
         self.runs = 0
         self.cancelled = 0
 
@@ -76,8 +77,11 @@ class MemoryExecs:
     async def run(
         self, request: rq.Exec, caller: Caller, stdin: AsyncIterator[bytes] | None = None
     ) -> ty.ExecResult:
-        self.runs += 1
-        process = await self._start(request)
+        if request.request_id in self.kept:
+            process = self.kept.pop(request.request_id)
+        else:
+            process = await self._start(request)
+            self.runs += 1
         assert process.stdin is not None
 
         async def feed() -> None:
@@ -98,6 +102,9 @@ class MemoryExecs:
                 await process.wait()
                 feeding.cancel()
         except asyncio.CancelledError:
+            if self._yard.keeping:
+                self.kept[request.request_id] = process
+                raise
             self.cancelled += 1
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -267,7 +274,7 @@ class MemoryFiles:
                 path.unlink()
 
     async def read_stream(self, request: rq.PathRequest, caller: Caller) -> AsyncIterator[bytes]:
-        with self._errors(request.path), open(self._path(request), "rb") as file:
+        with self._errors(request.path), open(self._path(request), "rb") as file:  # noqa: ASYNC230
             while data := file.read(CHUNK):
                 yield data
                 if self._yard.fail_reads_after is not None:
@@ -278,9 +285,9 @@ class MemoryFiles:
     ) -> None:
         path = self._path(request)
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.part")
+        fresh = path.with_name(f".{uuid.uuid4().hex}.part")
         try:
-            with open(fresh, "wb") as file:
+            with open(fresh, "wb") as file:  # noqa: ASYNC230
                 async for data in chunks:
                     file.write(data)
             if request.mode is not None:
@@ -414,7 +421,8 @@ class MemoryYard:
         return self._set(request.sandbox, ttl_min=request.ttl_min)
 
     async def set_egress(self, request: rq.SetEgress, caller: Caller) -> ty.SandboxInfo:
-        return self._set(request.sandbox, egress=request.egress, egress_allow=request.egress_allow or [])
+        egress = request.egress or ("allow" if request.egress_allow else "deny")
+        return self._set(request.sandbox, egress=egress, egress_allow=request.egress_allow or [])
 
     async def adopt(self, request: rq.Adopt, caller: Caller) -> ty.SandboxInfo:
         info = self.find(request.sandbox)
@@ -555,6 +563,13 @@ class MemoryYard:
     async def prepare_shutdown(self, sandboxes: str) -> None:
         self.keeping = True
 
+    def kill(self) -> None:
+        """End every command that still runs."""
+        for running in self.execs.running.values():
+            if running.result is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(running.process.pid, signal.SIGKILL)
+
     def __getattr__(self, name: str) -> object:
         # Verbs that no test of the surface asks for: the route table wants them to exist.
         if name in verbs.VERBS:
@@ -586,10 +601,7 @@ class MemoryDaemon:
             async with serving(app, bind(self.socket), app.drain):
                 yield yard
             if before is None:
-                for running in yard.execs.running.values():
-                    if running.result is None:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.killpg(running.process.pid, signal.SIGKILL)
+                yard.kill()
 
     def clean(self) -> None:
         shutil.rmtree(self.base, ignore_errors=True)

@@ -12,7 +12,7 @@ from forkyard import errors
 from forkyard import requests as rq
 from forkyard.client import _protocol as protocol
 from forkyard.client._protocol import to_thread
-from forkyard.client.aio_transport import AsyncTransport
+from forkyard.client.aio_transport import PATIENCE_S, AsyncTransport
 from forkyard.client.trees import Packer, Unpacker
 from forkyard.types import FileInfo, Transfer
 
@@ -118,7 +118,7 @@ class AsyncFiles:
                 tries += 1
                 if not error.retryable or tries == 3:
                     raise
-                await self._transport.reach()
+                await self._transport.reach(PATIENCE_S)
 
     async def _pieces(self, verb: str, sandbox: str, path: str, user: str | None) -> Any:
         request = protocol.made(rq.PathRequest, sandbox=sandbox, path=os.fspath(path), user=user)

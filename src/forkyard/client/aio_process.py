@@ -15,7 +15,7 @@ from forkyard import errors
 from forkyard import requests as rq
 from forkyard.client import _protocol as protocol
 from forkyard.client._protocol import Chunk
-from forkyard.client.aio_transport import AsyncStream, AsyncTransport
+from forkyard.client.aio_transport import PATIENCE_S, AsyncStream, AsyncTransport
 from forkyard.types import ExecResult
 
 
@@ -121,6 +121,7 @@ class AsyncProcess:
         assert self._stream is not None
         await self._stream.close()
         try:
+            await self._transport.reach(PATIENCE_S)
             self._stream = await self._transport.open(
                 "attach",
                 rq.Attach(

@@ -70,9 +70,9 @@ class AsyncTransport:
         if http is not None and self._owner == (os.getpid(), loop_key()):
             await http.aclose()
 
-    async def reach(self) -> None:
+    async def reach(self, wait_s: float = 0) -> None:
         """Return when a daemon listens; see :func:`forkyard.client.launch.ensure`."""
-        await to_thread(lambda: launch.ensure(self.home, self.socket, start=self.start))
+        await to_thread(lambda: launch.ensure(self.home, self.socket, start=self.start, wait_s=wait_s))
 
     async def call(self, verb: str, request: Any) -> Any:
         """The result of ``verb``. Raises what went wrong."""
@@ -129,7 +129,8 @@ class AsyncTransport:
                 )
             if tries == 0:
                 await to_thread(time.sleep, 0.05)
-            await self.reach()
+            # Lost in the middle: somebody restarts it, so there will be another.
+            await self.reach(PATIENCE_S if sent else 0)
 
     async def open(self, verb: str, request: Any, *, partial: bool = False) -> AsyncStream:
         """Begin a stream. It has a connection of its own, which ends with it."""

@@ -31,8 +31,12 @@ def answers(path: Path) -> bool:
     return True
 
 
-def ensure(home: Path, path: Path, *, start: bool = True, deadline_s: float = DEADLINE_S) -> None:
+def ensure(
+    home: Path, path: Path, *, start: bool = True, wait_s: float = 0, deadline_s: float = DEADLINE_S
+) -> None:
     """Return when a daemon listens on ``path``, having started one if none did.
+
+    Without ``start``, somebody else has ``wait_s`` to start it.
 
     Any number of clients may do this at once: the home's lock lets one daemon live, and all
     find it. It belongs to none of them.
@@ -44,6 +48,11 @@ def ensure(home: Path, path: Path, *, start: bool = True, deadline_s: float = DE
     if answers(path):
         return
     if not start:
+        patience = time.monotonic() + wait_s
+        while time.monotonic() < patience:
+            time.sleep(0.02)
+            if answers(path):
+                return
         raise errors.UnavailableError(
             f"no daemon answers at {path}", hint="forkyard daemon start", retryable=True
         )

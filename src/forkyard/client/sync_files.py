@@ -14,7 +14,7 @@ from forkyard import errors
 from forkyard import requests as rq
 from forkyard.client import _protocol as protocol
 from forkyard.client._protocol import call_here
-from forkyard.client.sync_transport import Transport
+from forkyard.client.sync_transport import PATIENCE_S, Transport
 from forkyard.client.trees import Packer, Unpacker
 from forkyard.types import FileInfo, Transfer
 
@@ -120,7 +120,7 @@ class Files:
                 tries += 1
                 if not error.retryable or tries == 3:
                     raise
-                self._transport.reach()
+                self._transport.reach(PATIENCE_S)
 
     def _pieces(self, verb: str, sandbox: str, path: str, user: str | None) -> Any:
         request = protocol.made(rq.PathRequest, sandbox=sandbox, path=os.fspath(path), user=user)

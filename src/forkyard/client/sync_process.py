@@ -17,7 +17,7 @@ from forkyard import errors
 from forkyard import requests as rq
 from forkyard.client import _protocol as protocol
 from forkyard.client._protocol import Chunk
-from forkyard.client.sync_transport import Stream, Transport
+from forkyard.client.sync_transport import PATIENCE_S, Stream, Transport
 from forkyard.types import ExecResult
 
 
@@ -123,6 +123,7 @@ class Process:
         assert self._stream is not None
         self._stream.close()
         try:
+            self._transport.reach(PATIENCE_S)
             self._stream = self._transport.open(
                 "attach",
                 rq.Attach(

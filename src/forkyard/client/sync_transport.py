@@ -66,9 +66,9 @@ class Transport:
         if http is not None and self._owner == (os.getpid(), no_loop()):
             http.close()
 
-    def reach(self) -> None:
+    def reach(self, wait_s: float = 0) -> None:
         """Return when a daemon listens; see :func:`forkyard.client.launch.ensure`."""
-        call_here(lambda: launch.ensure(self.home, self.socket, start=self.start))
+        call_here(lambda: launch.ensure(self.home, self.socket, start=self.start, wait_s=wait_s))
 
     def call(self, verb: str, request: Any) -> Any:
         """The result of ``verb``. Raises what went wrong."""
@@ -125,7 +125,8 @@ class Transport:
                 )
             if tries == 0:
                 call_here(time.sleep, 0.05)
-            self.reach()
+            # Lost in the middle: somebody restarts it, so there will be another.
+            self.reach(PATIENCE_S if sent else 0)
 
     def open(self, verb: str, request: Any, *, partial: bool = False) -> Stream:
         """Begin a stream. It has a connection of its own, which ends with it."""
