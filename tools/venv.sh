@@ -49,6 +49,9 @@ if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     "$python" -m venv --clear "$venv"
 fi
 say "installing forkyard and its dependencies into $venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e '.[host,dev]' </dev/null
+# Bars where somebody watches, silence in a log.
+quiet=--quiet
+[ -t 1 ] && quiet=
+"$venv/bin/python" -m pip install $quiet --disable-pip-version-check --no-input -e '.[host,dev]' </dev/null
 fingerprint >"$stamp"
 say "$venv: done"

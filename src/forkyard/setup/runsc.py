@@ -75,7 +75,10 @@ def write_engine(home: Path, runsc: Runsc, platform: str, known: list[dict[str, 
 
 
 def candidates(settings: Settings) -> list[Candidate]:
-    """Every runsc that this machine has, best first; a setting stands alone."""
+    """Every runsc that this machine has, best first; a setting stands alone.
+
+    One built on request comes before one that the machine came with.
+    """
     if settings.runsc:
         return [Candidate(Path(settings.runsc), "setting")]
     engine = settings.home / "engine"
@@ -85,7 +88,7 @@ def candidates(settings: Settings) -> list[Candidate]:
         Candidate(engine / "debian" / "usr" / "bin" / "runsc", "debian"),
     ]
     if on_path := shutil.which("runsc"):
-        found.insert(0, Candidate(Path(on_path), "PATH"))
+        found.insert(1, Candidate(Path(on_path), "PATH"))
     return [c for c in found if c.path.is_file() and os.access(c.path, os.X_OK)]
 
 
