@@ -13,6 +13,9 @@ from pathlib import Path
 
 from forkyard import errors
 
+NEEDED = ("uvicorn", "click")
+"""What ``forkyard[host]`` brings, and the daemon cannot do without."""
+
 DEADLINE_S = 30.0
 TAIL_BYTES = 2000
 
@@ -56,7 +59,7 @@ def ensure(
         raise errors.UnavailableError(
             f"no daemon answers at {path}", hint="forkyard daemon start", retryable=True
         )
-    if missing := [name for name in ("uvicorn", "click") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise errors.UnavailableError(
             f"no daemon answers at {path}, and none can be started: {', '.join(missing)} is not installed",
             hint="pip install 'forkyard[host]'",

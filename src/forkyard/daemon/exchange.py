@@ -29,8 +29,11 @@ _RESTARTING = (verbs.RESTARTING_HEADER.encode(), b"1")
 _CLOSE = (b"connection", b"close")
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection before it had its answer."""
+class ClientGoneError(errors.UnavailableError):
+    """The client closed its connection before it had its answer, or before it had sent all."""
+
+    def __init__(self) -> None:
+        super().__init__("the client has gone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +146,30 @@ class Pump:
     def __init__(self, body: Body) -> None:
         self._body = body
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(4)
+        self._gone = False
 
     async def run(self) -> None:
         """Returns when the client has gone."""
         try:
             async for data in self._body.chunks():
                 await self._queue.put(data)
+            await self._queue.put(None)
+            await self._body.gone()
         except ClientGoneError:
-            return
-        await self._queue.put(None)
-        await self._body.gone()
+            pass
+        finally:
+            # Also when the command has ended: whoever still reads must not wait for ever.
+            self._gone = True
+            while not self._queue.empty():
+                self._queue.get_nowait()
+            self._queue.put_nowait(None)
 
     async def chunks(self) -> AsyncIterator[bytes]:
+        """Raises ClientGoneError where the client went before the end."""
         while (data := await self._queue.get()) is not None:
             yield data
+        if self._gone:
+            raise ClientGoneError
 
 
 def _plain(value: Any) -> Any:
