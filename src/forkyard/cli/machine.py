@@ -44,6 +44,40 @@ def setup_verb(newest: bool, tune: bool | None, store_gb: int | None) -> None:
     print(f"{report.home} is ready ({report.ms / 1000:.1f} s)")
 
 
+@click.command("doctor", epilog="""\b
+Examples:
+  forkyard doctor
+  forkyard doctor --json | jq '.checks[] | select(.ok | not)'""")
+@json_option()
+def doctor_verb(as_json: bool) -> int:
+    """Check this machine by trying each thing that sandboxes need, and say how to mend it.
+
+    Nothing is changed, and a running daemon is not disturbed. Exit code 1 if something is wrong.
+    """
+    import asyncio
+
+    from forkyard import config
+    from forkyard.setup import doctor
+
+    def show(check: doctor.Check) -> None:
+        if as_json:
+            return
+        mark = click.style("✓", "green") if check.ok else click.style("✗", "red")
+        click.echo(f"{mark} {check.name}: {check.detail} {click.style(f'({check.ms:.0f} ms)', dim=True)}")
+        if check.remedy:
+            click.echo(f"    {check.remedy}")
+
+    checks = asyncio.run(doctor.run(config.load(), on_check=show))
+    well = all(check.ok for check in checks)
+    if as_json:
+        print_json({"ok": well, "checks": [
+            {"name": check.name, "ok": check.ok, "detail": check.detail, "remedy": check.remedy,
+             "ms": round(check.ms, 1)} for check in checks]})
+    elif not well:
+        click.echo(f"\n{sum(not check.ok for check in checks)} of {len(checks)} checks failed")
+    return 0 if well else 1
+
+
 @click.command("config", epilog="""\b
 Examples:
   forkyard config

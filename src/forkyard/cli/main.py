@@ -54,6 +54,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "This machine": {
         "setup": ("machine", "Make this machine ready: engine, store, base template."),
+        "doctor": ("machine", "Check this machine and say how to mend it."),
         "daemon": ("daemon", "Start, stop or look at the daemon."),
         "config": ("machine", "Show each setting and where it came from."),
         "completion": ("machine", "Print the completion script for a shell."),
