@@ -184,12 +184,14 @@ class Spawn(ExecOptions, kw_only=True):
 
 class Attach(Request, kw_only=True):
     """``pid`` is the process's number inside the sandbox; output goes on from
-    ``stdout_offset`` and ``stderr_offset`` (bytes since the start) where it is still kept."""
+    ``stdout_offset`` and ``stderr_offset`` (bytes since the start) where it is still kept.
+    ``tied``: closing the stream ends the process, as it does for the stream that spawned it."""
 
     sandbox: str
     pid: int
     stdout_offset: int = 0
     stderr_offset: int = 0
+    tied: bool = False
 
 
 class ProcessRequest(Change, kw_only=True):

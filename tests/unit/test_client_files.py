@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from daemon_thread import ThreadedDaemon
 
-from forkyard import Client, ConflictError, NotFoundError, Sandbox, UnavailableError
+from forkyard import Client, ConflictError, InvalidRequestError, NotFoundError, Sandbox, UnavailableError
 from forkyard.client.trees import Packer, Unpacker
 
 
@@ -53,6 +53,13 @@ def test_many_files(box: Sandbox) -> None:
     assert [info.name for info in box.list_files("d")][:2] == ["0", "1"]
     with pytest.raises(NotFoundError):
         box.read_files(["t", "none"])
+
+
+def test_names_that_are_no_text(box: Sandbox) -> None:
+    box.shell("printf x > \"$(printf 'raw\\377')\"")
+    assert [info.name for info in box.list_files()] == [r"raw\udcff"]
+    with pytest.raises(InvalidRequestError):
+        box.read_file("raw\udcff")
 
 
 def test_moving_and_removing(box: Sandbox) -> None:

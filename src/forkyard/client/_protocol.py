@@ -28,7 +28,7 @@ DEFAULT_MAX_OUTPUT = 10 << 20
 Stdin = bytes | bytearray | memoryview | str | IO[bytes] | Iterable[bytes] | None
 Command = str | list[str] | tuple[str, ...]
 
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 
 _ROUTES = {**verbs.VERBS, **verbs.STREAMS, **verbs.FILES}
 _DECODERS = {name: msgspec.msgpack.Decoder(verb.reply) for name, verb in _ROUTES.items()}
@@ -48,6 +48,14 @@ class Chunk(NamedTuple):
 
 class RestartingError(Exception):
     """The daemon goes: the same request may be made of the next one."""
+
+
+def encode(request: Any) -> bytes:
+    """Raises InvalidRequestError for text that has no UTF-8."""
+    try:
+        return _encode(request)
+    except UnicodeEncodeError as error:
+        raise errors.InvalidRequestError(f"{error.object[:100]!r} is not text that can be sent") from None
 
 
 def new_request_id() -> str:

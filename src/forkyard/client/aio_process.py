@@ -129,6 +129,7 @@ class AsyncProcess:
                     pid=self.pid,
                     stdout_offset=self._offsets["stdout"],
                     stderr_offset=self._offsets["stderr"],
+                    tied=isinstance(self._request, rq.Spawn) and not self._request.detach,
                 ),
             )
         except errors.ForkyardError as error:

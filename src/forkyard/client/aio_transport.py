@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -46,9 +45,7 @@ class AsyncTransport:
         self.home = home
         self.socket = socket
         self.start = start
-        self._lock = threading.Lock()
-        self._owner: tuple[int, int] | None = None
-        self._http: httpx.AsyncHTTPTransport | None = None
+        self._pool: tuple[tuple[int, int], httpx.AsyncHTTPTransport] | None = None
 
     def _new(self) -> httpx.AsyncHTTPTransport:
         # verify=False: there is no TLS on this socket, and reading the certificates takes 20 ms.
@@ -57,18 +54,17 @@ class AsyncTransport:
     def _connections(self) -> httpx.AsyncHTTPTransport:
         """This process's and loop's connections; those of a parent process are left to it."""
         owner = (os.getpid(), loop_key())
-        http = self._http
-        if http is None or self._owner != owner:
-            with self._lock:
-                if self._http is None or self._owner != owner:
-                    self._http, self._owner = self._new(), owner
-                http = self._http
-        return http
+        pool = self._pool
+        if pool is None or pool[0] != owner:
+            # No lock, which a fork could copy while it is held: two threads at once make two
+            # pools, and the one that is forgotten closes after its request.
+            pool = self._pool = (owner, self._new())
+        return pool[1]
 
     async def close(self) -> None:
-        http, self._http = self._http, None
-        if http is not None and self._owner == (os.getpid(), loop_key()):
-            await http.aclose()
+        pool, self._pool = self._pool, None
+        if pool is not None and pool[0] == (os.getpid(), loop_key()):
+            await pool[1].aclose()
 
     async def reach(self, wait_s: float = 0) -> None:
         """Return when a daemon listens; see :func:`forkyard.client.launch.ensure`."""

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -55,7 +54,6 @@ class Client(Running, Files):
                 hint="unset FORKYARD_URL, and run on the machine itself",
             )
         self._transport = Transport(settings.home, settings.socket, start=start)
-        self._lock = threading.Lock()
         self._leased: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,7 +62,6 @@ class Client(Running, Files):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._transport = Transport(state["home"], state["socket"], start=state["start"])
-        self._lock = threading.Lock()
         self._leased = {}
 
     def __enter__(self) -> Self:
@@ -77,9 +74,8 @@ class Client(Running, Files):
 
     def close(self) -> None:
         """End the leases taken through this client (its ephemeral sandboxes go) and its connections."""
-        with self._lock:
-            mine = [sandbox for sandbox, pid in self._leased.items() if pid == os.getpid()]
-            self._leased.clear()
+        mine = [sandbox for sandbox, pid in list(self._leased.items()) if pid == os.getpid()]
+        self._leased.clear()
         if mine:
             lease = protocol.own_lease()
             # Whether or not a daemon runs now: the next one asks after this process itself.
@@ -102,10 +98,7 @@ class Client(Running, Files):
 
     def _took(self, lease: rq.Lease, *sandboxes: ty.SandboxInfo) -> None:
         if lease.pid is not None:
-            with self._lock:
-                for info in sandboxes:
-                    if info.ephemeral:
-                        self._leased[info.id] = lease.pid
+            self._leased |= {info.id: lease.pid for info in sandboxes if info.ephemeral}
 
     # The daemon.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Callable, Iterable
@@ -42,9 +41,7 @@ class Transport:
         self.home = home
         self.socket = socket
         self.start = start
-        self._lock = threading.Lock()
-        self._owner: tuple[int, int] | None = None
-        self._http: httpx.HTTPTransport | None = None
+        self._pool: tuple[tuple[int, int], httpx.HTTPTransport] | None = None
 
     def _new(self) -> httpx.HTTPTransport:
         # verify=False: there is no TLS on this socket, and reading the certificates takes 20 ms.
@@ -53,18 +50,17 @@ class Transport:
     def _connections(self) -> httpx.HTTPTransport:
         """This process's and loop's connections; those of a parent process are left to it."""
         owner = (os.getpid(), no_loop())
-        http = self._http
-        if http is None or self._owner != owner:
-            with self._lock:
-                if self._http is None or self._owner != owner:
-                    self._http, self._owner = self._new(), owner
-                http = self._http
-        return http
+        pool = self._pool
+        if pool is None or pool[0] != owner:
+            # No lock, which a fork could copy while it is held: two threads at once make two
+            # pools, and the one that is forgotten closes after its request.
+            pool = self._pool = (owner, self._new())
+        return pool[1]
 
     def close(self) -> None:
-        http, self._http = self._http, None
-        if http is not None and self._owner == (os.getpid(), no_loop()):
-            http.close()
+        pool, self._pool = self._pool, None
+        if pool is not None and pool[0] == (os.getpid(), no_loop()):
+            pool[1].close()
 
     def reach(self, wait_s: float = 0) -> None:
         """Return when a daemon listens; see :func:`forkyard.client.launch.ensure`."""

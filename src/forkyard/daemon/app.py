@@ -32,6 +32,7 @@ from forkyard.daemon.exchange import (
     Send,
     done_with,
     encode,
+    log,
 )
 from forkyard.daemon.once import Once
 from forkyard.daemon.ports import Yard
@@ -121,6 +122,7 @@ class App:
             else:
                 data = await body.whole()
             request = self._decode(route, data, json_in)
+            log.debug("%s by %s, pid %s", route.name, caller.name, caller.pid)
             await route.handle(route, request, body, reply, caller)
         except ClientGoneError:
             return

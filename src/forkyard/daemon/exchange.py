@@ -19,8 +19,34 @@ Send = Callable[[Message], Awaitable[None]]
 
 log = logging.getLogger("forkyard.daemon")
 
-encode = msgspec.msgpack.Encoder().encode
-encode_json = msgspec.json.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
+
+
+def encode(value: Any) -> bytes:
+    """``value`` in msgpack. A guest's file name that is no UTF-8 is shown with escapes."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return _encode(_escaped(msgspec.to_builtins(value, builtin_types=(bytes,))))
+
+
+def encode_json(value: Any) -> bytes:
+    try:
+        return _encode_json(value)
+    except UnicodeEncodeError:
+        return _encode_json(_escaped(msgspec.to_builtins(value)))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    return value
+
 
 _VERSION = (verbs.VERSION_HEADER.encode(), str(verbs.API_VERSION).encode())
 _MSGPACK = (b"content-type", verbs.MSGPACK.encode())
@@ -38,7 +64,8 @@ class ClientGoneError(errors.UnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished reply: the msgpack of the result, or of an error's wire data."""
+    """A finished reply: the msgpack of the result, or of an error's wire data. ``retryable``: it
+    is no answer for good, so it is not kept for who asks again."""
 
     status: int
     body: bytes
@@ -63,7 +90,8 @@ def done_with(error: BaseException) -> Done:
         error = errors.InternalError(
             f"the daemon failed ({type(error).__name__})", hint="see daemon.log for the details"
         )
-    return Done(verbs.STATUS.get(error.code, 500), encode(errors.to_wire(error)), error.retryable)
+    again = error.retryable or isinstance(error, errors.InternalError)
+    return Done(verbs.STATUS.get(error.code, 500), encode(errors.to_wire(error)), again)
 
 
 class Body:
