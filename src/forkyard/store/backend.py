@@ -29,8 +29,9 @@ class Backend(Protocol):
     kind: Literal["btrfs", "plain"]
     quota: QuotaKind
 
-    def create(self, path: Path) -> None:
-        """Make an empty volume."""
+    def create(self, path: Path, parent: Path | None = None, *, go_on: bool = False) -> None:
+        """Make a volume with an empty ``up`` and ``wk``, for use above the sealed one ``parent``;
+        with ``go_on`` its ``up`` begins as a copy of the parent's, to be used in its place."""
         ...
 
     def seal(self, source: Path, target: Path) -> None:
@@ -84,8 +85,26 @@ class BtrfsBackend:
         self.quota: QuotaKind = volume.quota
         self.tmp = tmp
 
-    def create(self, path: Path) -> None:
-        self.volume.create(path)
+    def create(self, path: Path, parent: Path | None = None, *, go_on: bool = False) -> None:
+        # Each subvolume counts inodes for itself, and an overlay takes all subvolumes of a
+        # filesystem for one: two files of two layers with one number would be one file to
+        # whoever goes by numbers, as gVisor does. A successor counts on from its parent.
+        if parent is None:
+            self.volume.create(path)
+        else:
+            self.volume.snapshot(parent, path, read_only=False)
+        try:
+            files.rmtree(path / "wk")
+            if parent is not None and not go_on:
+                old = path / "old"
+                old.mkdir(mode=0o700, exist_ok=True)
+                # Renamed, not removed: it costs nothing, and keeps the highest number in use.
+                os.rename(path / "up", old / str(len(os.listdir(old))))
+            (path / "up").mkdir(mode=0o755, exist_ok=go_on)
+            (path / "wk").mkdir(mode=0o700)
+        except BaseException:
+            self.volume.delete(path)
+            raise
 
     def seal(self, source: Path, target: Path) -> None:
         self.volume.snapshot(source, target, read_only=True)
@@ -139,8 +158,22 @@ class PlainBackend:
         self.root = root
         self.tmp = tmp
 
-    def create(self, path: Path) -> None:
+    def create(self, path: Path, parent: Path | None = None, *, go_on: bool = False) -> None:
         path.mkdir(mode=0o700)
+        (path / "wk").mkdir(mode=0o700)
+        if go_on and parent is not None:
+            self._copy(parent / "up", path)
+        else:
+            (path / "up").mkdir(mode=0o755)
+
+    def _copy(self, source: Path, into: Path) -> None:
+        argv = [find_program("cp"), "-a", "--reflink=auto", "--", f"{source}", f"{into}/"]
+        done = subprocess.run(argv, capture_output=True, process_group=0)
+        if done.returncode != 0:
+            words = done.stderr.decode("utf-8", "replace").strip()[-500:]
+            if "No space left" in words or "quota" in words:
+                raise OSError(errno.ENOSPC, words)
+            raise InternalError(f"copying the disk failed: {words}")
 
     def seal(self, source: Path, target: Path) -> None:
         if target.exists():
@@ -148,13 +181,7 @@ class PlainBackend:
         copy = self.tmp / f"seal-{secrets.token_hex(8)}"
         copy.mkdir(mode=0o700)
         try:
-            argv = [find_program("cp"), "-a", "--reflink=auto", "--", f"{source / 'up'}", f"{copy}/"]
-            done = subprocess.run(argv, capture_output=True, process_group=0)
-            if done.returncode != 0:
-                words = done.stderr.decode("utf-8", "replace").strip()[-500:]
-                if "No space left" in words or "quota" in words:
-                    raise OSError(errno.ENOSPC, words)
-                raise InternalError(f"copying the disk failed: {words}")
+            self._copy(source / "up", copy)
             with contextlib.ExitStack() as stack:
                 fd = os.open(copy, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, fd)

@@ -28,7 +28,7 @@ _SUPER_MAGIC = 0x9123683E
 _SUBVOL_ROOT_INODE = 256
 _RDONLY, _BY_ID = 1 << 1, 1 << 4
 _QUOTA_ENABLE, _QUOTA_ENABLE_SIMPLE = 1, 4
-_LIMIT_MAX_REFERENCED = 1
+_LIMIT_MAX_REFERENCED, _NO_LIMIT = 1, (1 << 64) - 1
 _NAME_MAX = 255
 
 
@@ -196,8 +196,8 @@ class Volume:
         """Limit what a subvolume may hold (None lifts it). Nothing happens without quotas."""
         if self.quota == "none":
             return
-        flags = _LIMIT_MAX_REFERENCED if limit_bytes is not None else 0
-        args = struct.pack("QQQQQQ", subvolume, flags, limit_bytes or 0, 0, 0, 0)
+        value = _NO_LIMIT if limit_bytes is None else limit_bytes
+        args = struct.pack("QQQQQQ", subvolume, _LIMIT_MAX_REFERENCED, value, 0, 0, 0)
         fcntl.ioctl(self._fd, _QGROUP_LIMIT, bytearray(args))
 
     def usage(self, subvolume: int) -> int | None:

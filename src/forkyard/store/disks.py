@@ -35,7 +35,7 @@ from forkyard.host import files, mounts
 from forkyard.host.process import TaskStarter
 from forkyard.store.backend import Backend, BtrfsBackend, PlainBackend
 from forkyard.store.btrfs import Volume, is_btrfs
-from forkyard.store.layers import Layers, Source
+from forkyard.store.layers import Layers, Source, inherit
 from forkyard.store.loopfile import GIB, LoopFile
 
 __all__ = ["BoxDisk", "DiskStore", "Space", "Stray"]
@@ -44,6 +44,7 @@ T = TypeVar("T")
 _MIB = 1 << 20
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_LAYERS = 499
+_LONG_CHAIN = 32
 # below this the store takes no new box and no new seal
 _FLOOR = 128 * _MIB
 # what a box may write however much of its limit its layers hold already
@@ -294,7 +295,7 @@ class DiskStore:
         limit_mb = max(disk_mb - self.layers.private_bytes(layers) // _MIB, _LEAST_LIMIT_MB)
         try:
             self._limits[box] = limit_mb
-            await self._thread(self._create, volume, lowers, self.rootfs(box), limit_mb)
+            below = await self._thread(self._create, volume, layers, lowers, self.rootfs(box), limit_mb)
         except FileExistsError as error:
             raise ConflictError(f"box {box} has a disk already") from error
         except BaseException:
@@ -302,14 +303,20 @@ class DiskStore:
             with contextlib.suppress(OSError):
                 self._remove(box)
             raise
-        return BoxDisk(box, self.rootfs(box), volume, tuple(layers))
+        return BoxDisk(box, self.rootfs(box), volume, tuple(below))
 
-    def _create(self, volume: Path, lowers: list[Path], rootfs: Path, limit_mb: int) -> None:
-        self.backend.create(volume)
+    def _create(
+        self, volume: Path, layers: list[str], lowers: list[Path], rootfs: Path, limit_mb: int
+    ) -> list[str]:
+        # Going on with a copy of the top layer keeps chains short; standing on it instead
+        # lets all its forks share its pages in the host's cache, which pays where there are many.
+        go_on = self.layers.is_small(layers) or len(layers) > _LONG_CHAIN
+        self.backend.create(volume, self.layers.volume(layers[0]), go_on=go_on)
+        if go_on:
+            lowers = lowers[1:]
+        inherit(volume, self.layers.private_bytes(layers[:1]) if go_on else 0)
         try:
             upper = volume / "up"
-            upper.mkdir(mode=0o755)
-            (volume / "wk").mkdir(mode=0o700)
             # the merged root shows the upper's owner and mode
             root = os.stat(lowers[0])
             os.chown(upper, root.st_uid, root.st_gid)
@@ -320,6 +327,7 @@ class DiskStore:
             mounts.mount_overlay(lowers, upper, volume / "wk", rootfs, volatile=True)
         except FileExistsError as error:  # not the box's volume: that one is new
             raise InternalError(f"leftovers in {volume}: {error}") from error
+        return layers[1:] if go_on else layers
 
     async def remount_box(self, box: str, layers: list[str]) -> BoxDisk:
         """Mount an existing box's disk again (after a reboot)."""

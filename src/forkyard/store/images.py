@@ -252,6 +252,8 @@ class Images:
         """Flush an image, add its checksums; None if it went away meanwhile."""
         try:
             manifest, directory = self.manifest(name), self._dir(name)
+            if manifest.settled:
+                return manifest
             entries = {}
             for entry, known in manifest.files.items():
                 _flush(directory / entry)

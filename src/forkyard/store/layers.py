@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,12 +16,28 @@ from forkyard.host import files, process
 from forkyard.store.backend import Backend
 from forkyard.store.flatten import Merge
 
-__all__ = ["Layers", "Source"]
+__all__ = ["Layers", "Source", "inherit", "inherited"]
 
 Source = Path | Callable[[Path], Awaitable[None]]
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _IMPORT_TIMEOUT_S = 3600
+_SMALL = 16 << 20
+_INHERITED = "user.forkyard.inherited"
+
+
+def inherit(volume: Path, size: int) -> None:
+    """Note that a box's volume began as a copy of ``size`` bytes."""
+    with contextlib.suppress(OSError):  # where there are no attributes, there are no quotas
+        os.setxattr(volume, _INHERITED, str(size).encode())
+
+
+def inherited(volume: Path) -> int:
+    """What :func:`inherit` noted."""
+    try:
+        return int(os.getxattr(volume, _INHERITED))
+    except (OSError, ValueError):
+        return 0
 
 
 class Layers:
@@ -89,6 +106,12 @@ class Layers:
                 self._write_record(layer, {**record, "bytes": known}, durable=False)
         return int(known)
 
+    def is_small(self, layers: list[str]) -> bool:
+        """Whether the top one is a sealed layer above others, and holds little."""
+        record = self.record(layers[0])
+        known = record.get("bytes")
+        return len(layers) > 1 and bool(record.get("private")) and known is not None and known < _SMALL
+
     def private_bytes(self, layers: Iterable[str]) -> int:
         """Bytes that the sealed ones among ``layers`` hold together, as far as they are known."""
         records = (self.record(layer) for layer in layers)
@@ -100,13 +123,20 @@ class Layers:
             raise ConflictError(f"layer {layer} exists already")
         return directory
 
+    def volume(self, layer: str) -> Path | None:
+        """The sealed volume of a layer that lies in this store."""
+        return None if self.record(layer).get("ref") else self._directory(layer)
+
     # -- making
 
     def seal(self, volume: Path, layer: str) -> None:
         """Make ``layer`` of what ``volume`` holds."""
         directory = self._check_new(layer)
+        charged = self.backend.usage(volume)
+        # What its box began with is charged to the volume that it was copied from.
+        size = None if charged is None else charged + inherited(volume)
         # the seal itself commits the record with it, so writing it costs no flush of its own
-        self._write_record(layer, {"private": True, "bytes": self.backend.usage(volume)}, durable=False)
+        self._write_record(layer, {"private": True, "bytes": size}, durable=False)
         try:
             self.backend.seal(volume, directory)
         except BaseException:
@@ -135,7 +165,6 @@ class Layers:
 
     def _prepare(self, volume: Path) -> None:
         self.backend.create(volume)
-        (volume / "up").mkdir(mode=0o755)
 
     def _finish(self, volume: Path, layer: str, record: dict[str, Any]) -> int:
         """Seal a filled volume as ``layer``; returns its size."""

@@ -143,6 +143,9 @@ class Lifecycle:
             self.context.images.verify_quick(image.name)
         started = await self.context.machines.start(Start(doc.layers, plan.limits, who, plan.agent, image))
         self.bind(sandbox, started)
+        if started.layers != doc.layers:
+            # Its disk goes on with a copy of the top layer: that one is not below it.
+            await self._move_layers(sandbox, started.layers)
         doc.agent = plan.agent
         doc.state = "running"
         doc.start_ms = round(started.start_ms, 2)

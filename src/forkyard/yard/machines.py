@@ -154,7 +154,7 @@ class Machines:
                 await self._hear(machine, guest)
                 await guest.identify(start.identity)
                 marks["agent"] = time.perf_counter()
-                box = Box(box_id, machine, guest, cgroup, list(start.layers))
+                box = Box(box_id, machine, guest, cgroup, list(disk.layers))
                 undo.keep()
             last = begun
             for name, mark in marks.items():

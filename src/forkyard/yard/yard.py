@@ -391,6 +391,7 @@ async def open_yard(settings: Settings) -> AsyncIterator[Yard]:
         tg.create_task(yard.leases.run())
         process.Reaper().start(tg)
         disks.start(tg)
+        images.start(tg)
         try:
             yield yard
         finally:

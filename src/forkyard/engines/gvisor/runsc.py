@@ -44,7 +44,7 @@ class Runsc:
                 hint="forkyard setup installs one",
             )
         listed = await process.run([str(path), "flags"], timeout_s=10)
-        flags = frozenset(re.findall(r"^\s+-{1,2}([A-Za-z][\w-]*)", listed.stdout.decode(), re.M))
+        flags = _flag_names(listed.stdout + listed.stderr)
         runsc = cls(path, match[1].decode(), _digest(path), flags)
         if "overlay2" not in flags or "directfs" not in flags:
             raise UnsupportedError(
@@ -95,3 +95,8 @@ class Runsc:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _flag_names(usage: bytes) -> frozenset[str]:
+    """The names in what ``runsc flags`` prints, on whichever stream the build prefers."""
+    return frozenset(re.findall(r"^\s+-{1,2}([A-Za-z][\w-]*)", usage.decode(errors="replace"), re.M))
