@@ -23,6 +23,7 @@ from forkyard.guest import Guest, SpawnSpec
 from forkyard.host import mounts
 from forkyard.setup import (
     apt,
+    borrow,
     build_template,
     doctor,
     progress,
@@ -30,20 +31,20 @@ from forkyard.setup import (
     recipes,
     run_setup,
     runsc,
-    steps,
 )
+from forkyard.setup.templates import layer_paths, read_template
 from forkyard.setup.trial import choose_platform, open_trial
 from forkyard.store.disks import DiskStore
 
 pytestmark = pytest.mark.root
 
-LENDER = Path(os.environ.get("FORKYARD_TEST_BASE") or steps.SYSTEM_HOME)
+LENDER = Path(os.environ.get("FORKYARD_TEST_BASE") or borrow.SYSTEM_HOME)
 
 
 @pytest.fixture
 async def settings(tmp_home) -> AsyncIterator[Settings]:
     """A home of the test's own that may borrow; its store is unmounted afterwards."""
-    assert runsc.read_engine(LENDER) and steps.read_template(LENDER, "base"), "run `make setup` first"
+    assert runsc.read_engine(LENDER) and read_template(LENDER, "base"), "run `make setup` first"
     made = Settings(home=tmp_home, socket=tmp_home / "s", base_from=LENDER, store_gb=4)
     yield made
     for target in mounts.mounts_below(tmp_home):
@@ -65,11 +66,11 @@ async def run(guest: Guest, command: str, user: str = "user", timeout_s: float =
 @asynccontextmanager
 async def machine(settings: Settings, template: str = "base") -> AsyncIterator[Guest]:
     """A trial machine on a template's layers."""
-    record = steps.read_template(settings.home, template)
+    record = read_template(settings.home, template)
     engine = runsc.read_engine(settings.home)
     assert record and engine
     binary = await Runsc.probe(Path(engine["runsc"]))
-    lowers = steps.layer_paths(settings.home, record["layers"])
+    lowers = layer_paths(settings.home, record["layers"])
     async with open_trial(binary, engine["platform"] or "systrap", settings.home, lowers) as trial:
         yield (await trial.boot())[1]
 
@@ -117,9 +118,9 @@ async def test_base_trusts_what_the_host_trusts(settings):
     from forkyard.setup.chroot import CA_FILE, _pem, host_certificates
 
     await quick_setup(settings)
-    record = steps.read_template(settings.home, "base")
+    record = read_template(settings.home, "base")
     assert record
-    root = steps.layer_paths(settings.home, record["layers"])[0]
+    root = layer_paths(settings.home, record["layers"])[0]
     assert set(host_certificates()) <= set(_pem((root / CA_FILE.lstrip("/")).read_text()))
     leftovers = [*(root / "var/lib/apt/lists").glob("*Packages*"), *(root / "var/cache/apt").glob("*.bin")]
     assert leftovers == [] and not (root / "usr/sbin/policy-rc.d").exists()
@@ -153,7 +154,7 @@ async def test_a_template_is_one_layer_on_its_parent(settings):
     await disks.open()
     try:
         record = await build_template(settings.home, disks, recipe)
-        base = steps.read_template(LENDER, "base")
+        base = read_template(LENDER, "base")
         assert base and record["layers"][1:] == base["layers"]
         async with machine(settings, "tools") as guest:
             code, text = await run(guest, "tree --version && cat /etc/made ~/greeting; ls /etc/bash.bashrc")
@@ -178,7 +179,7 @@ async def test_a_failing_command_is_told_with_its_output_and_leaves_nothing(sett
             await build_template(settings.home, disks, recipe)
         assert disks.layers.all() == before
         assert list((settings.home / "store" / "tmp").iterdir()) == []
-        assert steps.read_template(settings.home, "bad") is None
+        assert read_template(settings.home, "bad") is None
     finally:
         await disks.close(unmount=True)
 
@@ -186,9 +187,9 @@ async def test_a_failing_command_is_told_with_its_output_and_leaves_nothing(sett
 async def test_the_platform_is_chosen_by_figures(settings):
     await quick_setup(settings)
     engine = runsc.read_engine(settings.home)
-    template = steps.read_template(settings.home, "base")
+    template = read_template(settings.home, "base")
     assert engine and template
-    lowers = steps.layer_paths(settings.home, template["layers"])
+    lowers = layer_paths(settings.home, template["layers"])
     chosen, figures = await choose_platform(await Runsc.probe(Path(engine["runsc"])), settings.home, lowers)
     assert {row.platform for row in figures} == {"systrap", "ptrace"}
     assert chosen in ("systrap", "ptrace")

@@ -6,6 +6,8 @@ checks = await doctor.run(settings)                           # forkyard doctor
 ready = await quick_setup(settings)                           # the daemon, before it opens a yard
 """
 
-from forkyard.setup.steps import Report, build_template, quick_setup, run_setup
+from forkyard.setup.borrow import quick_setup
+from forkyard.setup.steps import Report, run_setup
+from forkyard.setup.templates import build_template
 
 __all__ = ["Report", "build_template", "quick_setup", "run_setup"]

@@ -23,7 +23,8 @@ from forkyard.engines.gvisor import Runsc
 from forkyard.errors import ForkyardError, UnsupportedError
 from forkyard.host import mounts, probe, process
 from forkyard.host.files import rmtree
-from forkyard.setup import runsc, steps
+from forkyard.setup import runsc
+from forkyard.setup.templates import layer_paths, read_template
 from forkyard.setup.trial import agent_dir, open_trial
 from forkyard.store.disks import DiskStore
 
@@ -291,10 +292,10 @@ async def _machine(settings: Settings) -> _Finding:
 
 
 async def _template(settings: Settings) -> _Finding:
-    record: dict[str, Any] | None = steps.read_template(settings.home, "base")
+    record: dict[str, Any] | None = read_template(settings.home, "base")
     if record is None:
         return _Finding("there is no base template", "forkyard setup", ok=False)
-    places = steps.layer_paths(settings.home, record["layers"])
+    places = layer_paths(settings.home, record["layers"])
     if not all(path.is_dir() for path in places) and _daemon_pid(settings.home):
         return _Finding(f"its layer is gone: {places[0]}", "forkyard setup builds it anew", ok=False)
     warm = (settings.home / "engine" / "warm.json").exists()

@@ -22,29 +22,26 @@ from forkyard import config
 from forkyard.config import Settings
 from forkyard.engines.gvisor import Runsc
 from forkyard.errors import ConflictError, ForkyardError, UnsupportedError
-from forkyard.host import mounts, probe
+from forkyard.host import probe
 from forkyard.host.files import write_atomic
 from forkyard.setup import apt, debian, runsc
+from forkyard.setup.borrow import find_lender, quick_setup
 from forkyard.setup.progress import Progress, progress_for, step
-from forkyard.setup.recipes import BASE, Recipe
+from forkyard.setup.recipes import BASE
+from forkyard.setup.templates import build_template, in_place, layer_paths, read_template
 from forkyard.setup.trial import choose_platform, open_trial
 from forkyard.store.disks import DiskStore
-from forkyard.store.loopfile import GIB, LoopFile
 
-__all__ = ["Report", "build_template", "quick_setup", "run_setup"]
+__all__ = ["Report", "run_setup"]
 
-SYSTEM_HOME = Path("/var/lib/forkyard")
 # {program: Debian package}, of what set-up and the daemon call.
 PROGRAMS = {
     "mkfs.btrfs": "btrfs-progs",
     "mmdebstrap": "mmdebstrap",
     "dpkg-deb": "dpkg",
-    "unshare": "util-linux",
+    "mount": "mount",
 }
 UBUNTU_KEYS = {"/usr/share/keyrings/ubuntu-archive-keyring.gpg": "ubuntu-keyring"}
-
-# Descriptors that keep other homes' stores mounted for as long as this process lives.
-_PINS: dict[Path, int] = {}
 
 
 @dataclass(slots=True)
@@ -211,90 +208,20 @@ async def _engine(settings: Settings, newest: bool, show: Progress) -> None:
         it.result = f"{chosen.version} ({why}), boots"
 
 
-def read_template(home: Path, name: str) -> dict[str, Any] | None:
-    """A template's record, or None."""
-    try:
-        record = json.loads((home / "templates" / f"{name}.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _write_template(home: Path, record: dict[str, Any]) -> None:
-    directory = home / "templates"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    write_atomic(directory / f"{record['name']}.json", json.dumps(record, indent=1) + "\n")
-
-
 async def _base(settings: Settings, show: Progress) -> None:
     with step(show, "base") as it:
         record = read_template(settings.home, BASE.name)
         fresh = record is not None and record["key"] == BASE.key(system=debian.system())
-        if record is not None and fresh and all(_in_place(settings.home, x) for x in record["layers"]):
+        if record is not None and fresh and all(in_place(settings.home, x) for x in record["layers"]):
             it.result = f"already there: {record['size_bytes'] >> 20} MiB"
             return
         async with _store(settings) as disks:
-            if record is not None and fresh and all(_in_place(settings.home, x) for x in record["layers"]):
+            if record is not None and fresh and all(in_place(settings.home, x) for x in record["layers"]):
                 it.result = f"already there, its store mounted: {record['size_bytes'] >> 20} MiB"
                 return
             it.doing("building the base template from Debian packages (a minute)")
             record = await build_template(settings.home, disks, BASE)
             it.result = f"built: {record['size_bytes'] >> 20} MiB"
-
-
-def _in_place(home: Path, layer: str) -> bool:
-    return (home / "store" / "layers" / layer / "up").is_dir()
-
-
-async def build_template(home: Path, disks: DiskStore, recipe: Recipe) -> dict[str, Any]:
-    """Build a recipe's template, and its parent first if that is not there; returns its record.
-
-    A recipe with a parent becomes one layer on top of the parent's, made in the merged root.
-
-    Raises:
-        UnsupportedError: the host has no package source to build from.
-        InternalError: a package or a command of the recipe failed; the message has its output.
-    """
-    key = recipe.key(system=debian.system())
-    below: list[str] = []
-    size = 0
-    if recipe.parent is not None:
-        parent = read_template(home, recipe.parent.name)
-        if parent is None or parent["key"] != recipe.parent.key(system=debian.system()):
-            parent = await build_template(home, disks, recipe.parent)
-        below, size = parent["layers"], parent["size_bytes"]
-    layer = f"t-{recipe.name}-{key[:12]}"
-    await disks.drop_layer(layer)
-
-    async def fill(up: Path) -> None:
-        if not below:
-            # mmdebstrap wants to make its target's content itself, and takes an empty directory.
-            await debian.build_root(recipe, up)
-            return
-        scratch = up.with_name("root")
-        work = up.with_name("work")
-        for path in (scratch, work):
-            path.mkdir(mode=0o700)
-        lowers = [disks.layer_path(name) for name in below]
-        try:
-            await debian.build_upper(recipe, lowers, up, work, scratch)
-        finally:
-            scratch.rmdir()
-            debian.rmtree(work)
-
-    size += await disks.import_layer(layer, fill)
-    record = {
-        "name": recipe.name,
-        "key": key,
-        "layers": [layer, *below],
-        "user": recipe.user,
-        "workdir": recipe.workdir,
-        "env": dict(recipe.env),
-        "created_at": time.time(),
-        "size_bytes": size,
-    }
-    _write_template(home, record)
-    return record
 
 
 async def _platform(settings: Settings, show: Progress) -> None:
@@ -321,17 +248,6 @@ async def _platform(settings: Settings, show: Progress) -> None:
         write_atomic(runsc.engine_file(home), json.dumps(record, indent=1) + "\n", mode=0o644)
         told = ", ".join(f"{t.platform} {t.command_ms:.0f} ms" for t in figures)
         it.result = f"{chosen} (a command after a pause: {told})"
-
-
-def layer_paths(home: Path, layers: list[str]) -> list[Path]:
-    """Where a home's layers lie, without opening its store."""
-    paths = []
-    for layer in layers:
-        reference = None
-        with contextlib.suppress(OSError, ValueError):
-            reference = json.loads((home / "store" / "layers" / f"{layer}.json").read_text()).get("ref")
-        paths.append(Path(reference) if reference else home / "store" / "layers" / layer / "up")
-    return paths
 
 
 async def _warm(settings: Settings, show: Progress, report: Report) -> None:
@@ -386,76 +302,10 @@ def _tune(on: bool, show: Progress) -> None:
         it.result = f"rcu_expedited set to {int(on)} until the next boot{figures}"
 
 
-# -- a second home ---------------------------------------------------------------------------
-
-
 async def _borrow(settings: Settings, show: Progress) -> bool:
-    if _lender(settings) is None:
+    if find_lender(settings) is None:
         return False
     with step(show, "borrow") as it:
         done = await quick_setup(settings)
-        it.result = f"engine and base of {_lender(settings)}"
+        it.result = f"engine and base of {find_lender(settings)}"
         return done
-
-
-def _lender(settings: Settings) -> Path | None:
-    """The ready home whose engine and base this one uses, or None."""
-    if settings.runsc is not None:
-        return None
-    other = settings.base_from or SYSTEM_HOME
-    if os.path.realpath(other) == os.path.realpath(settings.home):
-        return None
-    own = read_template(settings.home, "base")
-    if own is not None and own.get("from") != str(other):
-        return None
-    if runsc.read_engine(other) is None or read_template(other, "base") is None:
-        return None
-    return other
-
-
-async def quick_setup(settings: Settings) -> bool:
-    """Make a home ready in well under a second by using a ready one's engine and base, read-only.
-
-    The daemon calls this, with its home's lock held, before it opens its yard; in a home
-    that is set up by itself it does nothing. It also mounts the other home's store if that is not, as
-    after a reboot, and keeps it mounted while this process lives.
-
-    Returns:
-        Whether the home uses another's engine and base.
-    """
-    other = _lender(settings)
-    if other is None:
-        return False
-    await _mount_store(other, settings)
-    home = settings.home
-    engine = runsc.read_engine(other)
-    template = read_template(other, "base")
-    assert engine is not None and template is not None
-    paths = layer_paths(other, template["layers"])
-    if not all(path.is_dir() for path in paths):
-        return False
-    (home / "engine").mkdir(parents=True, exist_ok=True)
-    if runsc.read_engine(home) is None or runsc.read_engine(home) != engine:
-        write_atomic(runsc.engine_file(home), json.dumps(engine, indent=1) + "\n", mode=0o644)
-    mine = read_template(home, "base")
-    if mine is not None and mine["key"] == template["key"]:
-        return True
-    disks = DiskStore(home, settings)
-    await disks.open()
-    try:
-        for layer, path in zip(template["layers"], paths, strict=True):
-            with contextlib.suppress(ConflictError):
-                await disks.reference_layer(layer, path)
-    finally:
-        await disks.close(unmount=False)
-    _write_template(home, template | {"from": str(other)})
-    return True
-
-
-async def _mount_store(home: Path, settings: Settings) -> None:
-    store = home / "store"
-    image = home / "store.img"
-    if image.exists() and not mounts.is_mount(store):
-        await LoopFile(image, store, settings.store_gb * GIB).ensure()
-    if home not in _PINS:
-        _PINS[home] = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -16,7 +16,7 @@ import pytest
 
 from forkyard.config import Settings
 from forkyard.errors import UnsupportedError
-from forkyard.setup import apt, chroot, progress, recipes, runsc, steps
+from forkyard.setup import apt, borrow, chroot, progress, recipes, runsc
 
 MIRROR = "http://mirror.test/debian"
 KEY = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -306,11 +306,11 @@ def test_who_lends_to_whom(tmp_path):
     lender = ready_home(tmp_path / "system")
     own = tmp_path / "own"
     settings = Settings(home=own, socket=own / "s", base_from=lender)
-    assert steps._lender(settings) == lender
-    assert steps._lender(dataclasses.replace(settings, home=lender)) is None
-    assert steps._lender(dataclasses.replace(settings, runsc="/some/runsc")) is None
-    assert steps._lender(dataclasses.replace(settings, base_from=tmp_path / "nothing")) is None
+    assert borrow.find_lender(settings) == lender
+    assert borrow.find_lender(dataclasses.replace(settings, home=lender)) is None
+    assert borrow.find_lender(dataclasses.replace(settings, runsc="/some/runsc")) is None
+    assert borrow.find_lender(dataclasses.replace(settings, base_from=tmp_path / "nothing")) is None
     ready_home(own)
-    assert steps._lender(settings) is None, "a home that is set up by itself stays so"
+    assert borrow.find_lender(settings) is None, "a home that is set up by itself stays so"
     (lender / "templates/base.json").unlink()
-    assert steps._lender(dataclasses.replace(settings, home=tmp_path / "third")) is None
+    assert borrow.find_lender(dataclasses.replace(settings, home=tmp_path / "third")) is None
