@@ -134,7 +134,7 @@ async def _rcu(settings: Settings) -> _Finding:
     if not setting and wait > 4:
         return _Finding(
             f"{detail}; a start pays for several",
-            "forkyard setup --tune sets it for the whole host until the next boot (--untune takes it back)",
+            "forkyard setup --tune sets it for the whole host until the next boot (--no-tune takes it back)",
         )
     return _Finding(detail)
 
