@@ -168,7 +168,7 @@ struct cmd {
     bool stdin_eof, exited, drained, exit_sent, oom, killing, drop, lost;
     int code, sig;
     uint64_t cpu_us, rss_kb, started_ms;
-    uint64_t gap_at, cut_at, kill_until, kill_at;
+    uint64_t gap_at, cut_at, kill_until, kill_at, idle_until;
     size_t taglen;
     uint8_t tag[64];
     void (*done)(struct cmd *, void *); /* an internal command: called at its end, then freed */

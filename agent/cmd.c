@@ -166,6 +166,13 @@ void op_spawn(uint32_t stream, struct in *in) {
     p.envp = env;
     p.paths = spawn_paths(argv[0], env);
     p.user = &u;
+    if (*cwd && *cwd != '/') { /* a relative one starts at the home, as file paths do */
+        char *whole = NULL;
+        if (asprintf(&whole, "%s/%s", u.home, cwd) >= 0) {
+            free(cwd);
+            cwd = whole;
+        }
+    }
     p.cwd = *cwd ? cwd : u.home;
     err = start(c, &p, rows, cols, &what);
     if (err == ENOENT && !*cwd && p.stage == STAGE_CWD) { /* a home that does not exist is no reason to fail */

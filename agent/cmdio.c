@@ -64,8 +64,12 @@ void cmd_read(struct cmd *c, int which) {
     ssize_t n = ring_fill(&c->ring[which], fd, c->drop, &c->lost);
     if (n > 0) {
         if (c->exited) c->gap_at = now_ms() + 100;
+    } else if (n == -1 && errno == EIO && !c->exited) {
+        /* Nobody holds the terminal just now. Closing our end would hang it up on a command that is
+           still ending, or that opens /dev/tty again: look again in a moment. */
+        c->idle_until = now_ms() + 20;
     } else if (n == 0 || (n == -1 && errno != EAGAIN && errno != EINTR)) {
-        close_out(c, which); /* EIO: the last holder of a terminal's slave is gone */
+        close_out(c, which);
     }
 }
 

@@ -17,6 +17,7 @@ size_t cmds_poll(struct pollfd *v, size_t max) {
     size_t n = 0;
     if (max > 3 * MAX_CMDS) max = 3 * MAX_CMDS;
     for (struct cmd *c = cmds; c && n + 3 <= max; c = c->next) {
+        if (c->idle_until) continue;
         bool room[2];
         for (int i = 0; i < 2; i++) room[i] = c->drop || ring_used(&c->ring[i]) < RING_MAX;
         bool in = c->in >= 0 && (ring_used(&c->stdin_) || c->stdin_eof);
@@ -62,14 +63,21 @@ int cmds_timeout(int timeout) {
             }
             if (c->killing) at = c->kill_at;
         }
+        if (c->idle_until) {
+            if (now >= c->idle_until || c->exited)
+                c->idle_until = 0;
+            else if (!at || c->idle_until < at)
+                at = c->idle_until;
+        }
         cmd_settle(c);
         if (c->exited && !c->drained) {
             uint64_t due = c->gap_at < c->cut_at ? c->gap_at : c->cut_at;
             if (!at || due < at) at = due;
         }
         if (c->done && c->drained && !c->killing) {
-            c->done(c, c->done_ctx);
+            c->done(c, c->done_ctx); /* may start the next one, and so drop others */
             cmd_free(c);
+            next = cmds;
             continue;
         }
         if (at) {

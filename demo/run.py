@@ -62,7 +62,7 @@ def episodes(client: Client, show: Show) -> None:
         else:
             one = client.create_sandbox(name, snapshot=snapshot.id, ephemeral=True, labels=LABELS)
         ready = (time.perf_counter() - started) * 1000
-        with show.step(f"episode {number}: {how}, then the policy {policy!r}") as step:
+        with show.step(f"episode {number}: {how}, policy {policy!r}") as step:
             episode = client.sandbox(one.id)
             if not episode.shell("test ! -e verdict.json").ok:
                 raise SystemExit(f"episode {number} did not start clean")

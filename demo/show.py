@@ -45,7 +45,7 @@ class Show:
         else:
             yield step
         took = step.ms if step.ms is not None else (time.perf_counter() - started) * 1000
-        line = f"  [green]✓[/] {escape(what):<46} [bold]{duration(took):>8}[/]"
+        line = f"  [green]✓[/] {escape(what):<48} [bold]{duration(took):>8}[/]"
         self._console.print(f"{line}   [dim]{escape(step.note)}[/]" if step.note else line)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from forkyard.host import mounts
 
+_HOMES: list[Path] = []
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -42,6 +43,7 @@ def _cgroups_like(tag: str) -> list[str]:
 def tmp_home() -> Iterator[Path]:
     """A new FORKYARD_HOME with a short path. Afterwards nothing may be mounted, looped or running in it."""
     home = Path(os.path.realpath(tempfile.mkdtemp(prefix="fyt-", dir="/var/tmp")))
+    _HOMES.append(home)
     try:
         yield home
         assert mounts.mounts_below(home) == []
@@ -75,10 +77,8 @@ def _processes_below(path: Path) -> list[int]:
 
 @pytest.fixture
 def clean_host() -> Iterator[None]:
-    """Asserts that the test leaves no mount and no cgroup of ours behind (others' may come and go)."""
-    before = {str(target) for target, _, _ in mounts.mount_points() if "/fyt-" in str(target)}
+    """Asserts that no test leaves a mount or a cgroup behind (other programs' may come and go)."""
     groups = set(_cgroups_like("forkyard-test"))
     yield
-    after = {str(target) for target, _, _ in mounts.mount_points() if "/fyt-" in str(target)}
-    assert after - before == set()
+    assert [target for home in _HOMES for target in mounts.mounts_below(home)] == []
     assert set(_cgroups_like("forkyard-test")) - groups == set()

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -10,8 +12,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from forkyard.errors import CapacityError, ConflictError, CorruptSnapshotError, InternalError, NotFoundError
+from forkyard.errors import (
+    CapacityError,
+    ConflictError,
+    CorruptSnapshotError,
+    InternalError,
+    NotFoundError,
+    UnsupportedError,
+)
 from forkyard.host import mounts
+from forkyard.store import loopfile
 from forkyard.store.disks import DiskStore, Stray
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("clean_host")]
@@ -146,12 +156,18 @@ async def test_without_quotas_a_watch_tells(tmp_home):
         await store.close()
 
 
-async def _watched(tg: asyncio.TaskGroup, store: DiskStore, over: asyncio.Future) -> None:
-    class Group:
-        def create_task(self, coroutine, name=None):
-            self.task = tg.create_task(coroutine)
+class _Group:
+    """A task group whose one task can be ended."""
 
-    group = Group()
+    def __init__(self, tg: asyncio.TaskGroup) -> None:
+        self._tg = tg
+
+    def create_task(self, coroutine, name=None):
+        self.task = self._tg.create_task(coroutine)
+
+
+async def _watched(tg: asyncio.TaskGroup, store: DiskStore, over: asyncio.Future) -> None:
+    group = _Group(tg)
     store.start(group)
     async with asyncio.timeout(20):
         await over
@@ -323,3 +339,84 @@ async def test_the_store_grows_in_reserved_steps(tmp_home):
             raise store._full()
     finally:
         await store.close()
+
+
+@pytest.fixture
+def small_host(tmp_home, monkeypatch):
+    """A home on a host disk of 700 MiB, and a store that takes it in small steps."""
+    for name, value in (("_FIRST", 320), ("_STEP", 64), ("_LEAVE", 100)):
+        monkeypatch.setattr(loopfile, name, value << 20)
+    host = tmp_home / "host"
+    host.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700m", "tmpfs", host], check=True)
+    yield host
+    subprocess.run(["umount", host], check=True)
+
+
+def _fill(path: Path, megabytes: int = 10_000) -> int:
+    """Write until it fails or is enough; returns the errno, or 0."""
+    with open(path, "wb", buffering=0) as file:
+        try:
+            for _ in range(megabytes):
+                file.write(os.urandom(1 << 20))
+            os.fsync(file.fileno())
+        except OSError as error:
+            return error.errno
+    return 0
+
+
+async def test_a_full_host_stops_the_writer_and_not_the_store(small_host):
+    store = DiskStore(small_host, _Settings(store_gb=8))
+    await store.open()
+    try:
+        base = await _base(store)
+        one = await store.create_box("bx1", [base], 5000)
+        two = await store.create_box("bx2", [base], 5000)
+        async with asyncio.TaskGroup() as tg:
+            watch = _Group(tg)
+            store.start(watch)
+            assert await asyncio.to_thread(_fill, one.rootfs / "big", 300) == 0  # more than it began with
+            assert await asyncio.to_thread(_fill, one.rootfs / "more") == errno.ENOSPC
+            watch.task.cancel()
+        assert store.is_full("bx1")
+        assert shutil.disk_usage(small_host).free > 50 << 20
+        with pytest.raises(CapacityError, match="full"):
+            await store.create_box("bx3", [base], 100)
+        with pytest.raises(CapacityError, match="full"):
+            await store.seal("bx2", "l1")
+        assert store.stray(["bx1", "bx2"], [base]) == []
+        os.unlink(one.rootfs / "big")
+        os.unlink(one.rootfs / "more")
+        await store.reclaim()
+        async with asyncio.timeout(30):
+            while store.space().free_mb < 200:  # noqa: ASYNC110  (only the filesystem tells)
+                await asyncio.sleep(0.05)
+        (two.rootfs / "after").write_text("still writable")
+        await store.seal("bx2", "l1")
+    finally:
+        await store.sweep([], [])
+        await store.close()
+
+
+async def test_no_room_to_begin_with(small_host):
+    assert _fill(small_host / "other", 600) == 0
+    store = DiskStore(small_host, _Settings(store_gb=8))
+    with pytest.raises(CapacityError, match="free"):
+        await store.open()
+    assert sorted(os.listdir(small_host)) == ["other"]
+
+
+async def test_no_loop_devices_means_plain_unless_there_are_disks(tmp_home, monkeypatch):
+    def refuse(path: Path) -> tuple[int, str]:
+        raise UnsupportedError("no loop devices here")
+
+    monkeypatch.setattr(loopfile, "_attach", refuse)
+    store = DiskStore(tmp_home, _Settings())
+    await store.open()
+    assert store.kind == "plain" and "loop" in store.plain_because
+    assert not (tmp_home / "store.img").exists()
+    await store.close()
+    (tmp_home / "store.img").write_bytes(b"disks of sandboxes")
+    with pytest.raises(UnsupportedError):
+        await store.open()
+    assert (tmp_home / "store.img").read_bytes() == b"disks of sandboxes"

@@ -150,8 +150,11 @@ def grow(nodes: list[TreeNode], *, everything: bool = False) -> list[Tree]:
 def _label(node: TreeNode) -> str:
     from rich.markup import escape
 
+    if node.kind == "snapshot" and not node.name:
+        # What a fork took for itself: of interest is only when.
+        return f"[dim]fork point  {escape(node.id[:8])}  {age(node.created_at)}[/]"
     words = [f"[bold]{escape(node.name)}[/]" if node.name else "", KINDS[node.kind],
-             f"[dim]{escape(node.id)}[/]" if node.name != node.id else ""]
+             f"[dim]{escape(node.id)}[/]" if node.kind != "template" else ""]
     if node.kind == "sandbox":
         words.append(f"[{STYLES.get(node.state, 'dim')}]{escape(node.state)}[/]")
     if node.kind != "template" and node.created_at:

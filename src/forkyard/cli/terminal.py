@@ -74,7 +74,8 @@ class RawTerminal:
         import tty
 
         self._before = termios.tcgetattr(0)
-        tty.setraw(0)
+        # Not the default TCSAFLUSH: what was typed ahead is for the shell.
+        tty.setraw(0, termios.TCSADRAIN)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:

@@ -80,7 +80,6 @@ class Runsc:
             # Boxes enter their cgroup before runsc starts: 24 ms cheaper than letting it.
             "--ignore-cgroups",
             "--host-uds=none",
-            "--watchdog-action=log",
         ]
         optional = {
             "shared-root": f"--shared-root={shared}",
