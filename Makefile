@@ -20,7 +20,7 @@ setup: venv
 	@$(BIN)/forkyard setup $(ARGS)
 
 demo: setup
-	@$(BIN)/forkyard demo $(ARGS)
+	@$(BIN)/python demo/run.py $(ARGS)
 
 # Two workers, since a test mostly waits for a sandbox; what shares a machine-wide resource
 # stays together by its xdist_group.
@@ -30,6 +30,7 @@ test: setup
 lint: venv
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy src
+	@$(BIN)/python tools/make_sync.py --check
 
 bench: setup
 	@$(BIN)/python -m bench $(ARGS)
