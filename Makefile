@@ -4,11 +4,13 @@
 # make lint    ruff, mypy and the generated client
 # make bench   set-up, then the benchmarks
 # make clean   remove .venv, build products and caches (not /var/lib/forkyard)
+# ARGS go to the program that is run, SETUP to set-up: make test ARGS="-k fork" SETUP=--newest
 .DEFAULT_GOAL := help
 .PHONY: help venv setup demo test lint bench clean
 
 BIN := .venv/bin
 ARGS ?=
+SETUP ?=
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -17,7 +19,7 @@ venv:
 	@tools/venv.sh
 
 setup: venv
-	@$(BIN)/forkyard setup $(ARGS)
+	@$(BIN)/forkyard setup $(SETUP)
 
 demo: setup
 	@$(BIN)/python demo/run.py $(ARGS)
