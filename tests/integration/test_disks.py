@@ -309,7 +309,7 @@ async def test_a_flattened_chain_shows_the_same(store, first):
         box = await store.create_box(f"bx{n}", chain, 100)
         _sh(step, box.rootfs)
         await store.seal(f"bx{n}", f"l{n}")
-        chain.insert(0, f"l{n}")
+        chain = [f"l{n}", *box.layers]
         expected = _shown(box.rootfs)
         await store.remove_box(f"bx{n}")
     for top in (0, 1):
@@ -420,3 +420,40 @@ async def test_no_loop_devices_means_plain_unless_there_are_disks(tmp_home, monk
     with pytest.raises(UnsupportedError):
         await store.open()
     assert (tmp_home / "store.img").read_bytes() == b"disks of sandboxes"
+
+
+async def test_no_two_files_of_a_chain_have_one_number(tmp_home):
+    """An overlay shows btrfs' inode numbers as they are, and gVisor takes equal ones for one file."""
+    store = DiskStore(tmp_home, _Settings())
+    await store.open()
+
+    async def more(directory: Path) -> None:
+        for n in range(40):
+            (directory / f"second{n}").write_text(str(n))
+
+    try:
+        base = await _base(store)
+        await store.import_layer("second", more, above=base)
+        chain = ["second", base]
+        for n in range(3):
+            box = await store.create_box(f"bx{n}", chain, 100)
+            for k in range(30):
+                (box.rootfs / f"f{n}.{k}").write_bytes(os.urandom(1 << 20 if n == 1 else 10))
+            await store.seal(f"bx{n}", f"l{n}")
+            chain = [f"l{n}", *box.layers]
+            await store.remove_box(f"bx{n}")
+        assert len(chain) > 3
+        await store.flatten(chain[:2], "flat", chain[2:])
+        for layers in (chain, ["flat", *chain[2:]]):
+            box = await store.create_box("bx", layers, 100)
+            for k in range(30):
+                (box.rootfs / f"new{k}").write_text("x")
+            seen: dict[int, str] = {}
+            for path in box.rootfs.rglob("*"):
+                if path.is_file():
+                    assert seen.setdefault(path.stat().st_ino, path.name) == path.name
+            assert len(seen) == 2 + 1 + 40 + 90 + 30
+            await store.remove_box("bx")
+    finally:
+        await store.sweep([], [])
+        await store.close()

@@ -418,8 +418,11 @@ class DiskStore:
             raise self._full()
         await self._thread(self.layers.seal, self._volume(box), layer)
 
-    async def import_layer(self, layer: str, source: Source) -> int:
+    async def import_layer(self, layer: str, source: Source, above: str | None = None) -> int:
         """Make ``layer`` from a directory, a tar file, or an async callback that fills a directory.
+
+        Args:
+            above: The layer that it will lie on, if it will: their inode numbers must differ.
 
         Returns:
             Its size in bytes.
@@ -429,7 +432,7 @@ class DiskStore:
         """
         if not await self._have_room(_FLOOR):
             raise self._full()
-        return await self.layers.import_(layer, source, self._thread)
+        return await self.layers.import_(layer, source, above, self._thread)
 
     async def reference_layer(self, layer: str, path: Path) -> None:
         """Make ``layer`` stand for a read-only directory elsewhere, such as another home's layer.

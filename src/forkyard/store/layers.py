@@ -143,11 +143,13 @@ class Layers:
             self._forget(layer)
             raise
 
-    async def import_(self, layer: str, source: Source, thread: Callable[..., Awaitable[Any]]) -> int:
+    async def import_(
+        self, layer: str, source: Source, above: str | None, thread: Callable[..., Awaitable[Any]]
+    ) -> int:
         """Make ``layer`` from ``source``; see :meth:`DiskStore.import_layer`."""
         self._check_new(layer)
         volume = self.tmp / f"import-{secrets.token_hex(8)}"
-        await thread(self._prepare, volume)
+        await thread(self._prepare, volume, above)
         up = volume / "up"
         try:
             if callable(source):
@@ -163,8 +165,13 @@ class Layers:
         finally:
             await thread(self.backend.delete, volume)
 
-    def _prepare(self, volume: Path) -> None:
-        self.backend.create(volume)
+    def _prepare(self, volume: Path, above: str | None) -> None:
+        """Make an empty volume that counts inodes on from the layer ``above``, and holds nothing of it."""
+        parent = None if above is None else self.volume(above)
+        self.backend.create(volume, parent)
+        if parent is not None:
+            (volume / "mark").touch()  # the highest number so far; with it in use, the rest may go
+            files.rmtree(volume / "old")
 
     def _finish(self, volume: Path, layer: str, record: dict[str, Any]) -> int:
         """Seal a filled volume as ``layer``; returns its size."""
@@ -190,7 +197,7 @@ class Layers:
         self._check_new(into)
         paths = [self.path(layer) for layer in layers]
         volume = self.tmp / f"flatten-{secrets.token_hex(8)}"
-        self._prepare(volume)
+        self._prepare(volume, layers[0])
         try:
             Merge(volume / "up", [self.path(layer) for layer in below]).apply(paths)
             private = any(self.record(layer).get("private") for layer in layers)
