@@ -24,7 +24,8 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENTER = """
 set -eu
 root=$1 script=$2
-mount --make-rprivate /
+# Slave: what the host unmounts meanwhile goes here too, and is not kept in use by a long build.
+mount --make-rslave /
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount -t tmpfs -o mode=1777 tmp "$root/tmp"
