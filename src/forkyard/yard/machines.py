@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forkyard.engines.base import Engine, Machine, MachineSpec
-from forkyard.errors import ConflictError, ForkyardError, InternalError, SandboxLostError
+from forkyard.errors import ConflictError, DeadlineError, ForkyardError, InternalError, SandboxLostError
 from forkyard.guest import Guest, Identity
 from forkyard.host.cgroup import CgroupBox, Cgroups
 from forkyard.host.files import rmtree
@@ -33,6 +33,7 @@ log = logging.getLogger("forkyard.yard")
 UNDO_DEADLINE_S = 60
 ATTACH_TIMEOUT_S = 20
 QUIESCE_S = 0.25
+PAUSED_S = 2.0
 # Above this much dirty data a seal would make the paused source wait for the disk.
 DIRTY_MB = 16
 SYNC_ROUNDS = 3
@@ -220,7 +221,13 @@ class Machines:
     async def _while_paused(self, box: Box, layer: str, image: str | None) -> Any:
         """The part for which the guest stands still; a task of its own, so that no
         cancellation leaves the guest paused."""
-        await self.engine.pause(box.machine)
+        mark = self._paused_mark(box.id)
+        mark.touch()
+        try:
+            await self.engine.pause(box.machine)
+        except BaseException:
+            mark.unlink(missing_ok=True)
+            raise
         try:
             async with _Undo() as undo:
                 saved = None
@@ -236,6 +243,7 @@ class Machines:
         finally:
             with contextlib.suppress(OSError):
                 await self.engine.resume(box.machine)
+            mark.unlink(missing_ok=True)
 
     async def _write_out(self, box: Box) -> float:
         """Write the dirty part of the disk while the guest runs; returns what was left, in MiB."""
@@ -272,18 +280,28 @@ class Machines:
         machine = await self.engine.reattach(spec, record)
         if machine is None:
             return None
-        # The daemon may have died inside a freeze; resuming a running guest is an error
-        # that means nothing.
-        with contextlib.suppress(ForkyardError, OSError):
-            await self.engine.resume(machine)
         guest = Guest(machine.to_guest, machine.from_guest, box=box_id)
         try:
+            if self._paused_mark(box_id).exists():
+                await self._resume_if_paused(machine, guest)
             await self._hear(machine, guest)
         except BaseException:
             await guest.close()
             await self.engine.kill(machine)
             raise
         return Box(box_id, machine, guest, cgroup, list(start.layers))
+
+    def _paused_mark(self, box_id: str) -> Path:
+        return self.box_dir(box_id) / "paused"
+
+    async def _resume_if_paused(self, machine: Machine, guest: Guest) -> None:
+        """After a daemon that died inside a freeze. Only a guest that does not answer is resumed:
+        gVisor's kernel takes the resuming of a running one for a defect of its own, and ends."""
+        try:
+            await guest.attach(timeout_s=PAUSED_S)
+        except DeadlineError:
+            await self.engine.resume(machine)
+        self._paused_mark(machine.spec.box).unlink(missing_ok=True)
 
     async def _hear(self, machine: Machine, guest: Guest) -> None:
         """Attach to the agent, or fail as soon as the machine dies."""
