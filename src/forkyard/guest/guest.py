@@ -275,9 +275,7 @@ class Guest(GuestFiles):
     async def deleted_files(self) -> list[tuple[str, int, str]]:
         """Deleted files that are still held (up to 64): path, pid and name of the holder."""
         u = await self._ask(Op.DELETED, b"", "deleted_files")
-        return self._parse(
-            lambda u: [(_text(u), u.u32(), _text(u)) for _ in range(_count(u, 256))], u
-        )
+        return self._parse(lambda u: [(_text(u), u.u32(), _text(u)) for _ in range(_count(u, 256))], u)
 
     async def activity(self) -> Activity:
         u = await self._ask(Op.ACTIVITY, b"", "activity")

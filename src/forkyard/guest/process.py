@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from forkyard import wire
-from forkyard.errors import ForkyardError, InvalidRequestError
+from forkyard.errors import DeadlineError, ForkyardError, InvalidRequestError
 from forkyard.guest.channel import Channel
 from forkyard.guest.request import error_of
 from forkyard.wire import Frame, Packer, Scope, SpawnFlag, Type, Unpacker, WireError
 
 OUTPUT_WINDOW = 1 << 20
+STALL_S = 30.0
 ACK_EVERY = 64 << 10
 KINDS: dict[int, Literal["stdout", "stderr"]] = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
@@ -168,6 +169,7 @@ class GuestProcess:
         self._taken = [0, 0, 0]
         self._acked = [0, 0, 0]
         self._limit = [0, wire.WINDOW, wire.WINDOW]
+        self._final = [0, 0, 0]
         self._status: ExitStatus | None = None
         self._error: ForkyardError | None = None
         self._released = False
@@ -194,8 +196,9 @@ class GuestProcess:
                 self._credit.set()
         elif frame.type == Type.EXIT:
             if self._status is not None:
-                raise WireError("a second exit status")
+                return  # said again after a new epoch; the first one counts
             code, sig, flags, cpu_us, rss_kb = u.u32(), u.u32(), u.u32(), u.u64(), u.u64()
+            self._final = [0, u.u64(), u.u64()]
             sig &= 0x7F
             self._status = ExitStatus(
                 code=128 + sig if sig else code & 0xFF,
@@ -225,6 +228,10 @@ class GuestProcess:
             u.u32()
             for chan in (wire.STDOUT, wire.STDERR):
                 start = u.u64()
+                if start > 1 << 62:
+                    raise WireError("an impossible offset")
+                if start > self._seen[chan]:
+                    self._gap(chan, start)
                 self._acked[chan] = start
                 self._limit[chan] = start + wire.WINDOW
             self._sent = u.u64()
@@ -251,9 +258,14 @@ class GuestProcess:
         if offset < seen:
             data, offset = data[seen - offset :], seen
         if offset > seen:
-            self._queue.append(Output("gap", offset, b"", kind, offset - seen))
+            self._gap(chan, offset)
         self._seen[chan] = end
         self._queue.append(Output(kind, offset, data, kind))
+        self._wake.set()
+
+    def _gap(self, chan: int, until: int) -> None:
+        self._queue.append(Output("gap", until, b"", KINDS[chan], until - self._seen[chan]))
+        self._seen[chan] = until
         self._wake.set()
 
     def fail(self, error: ForkyardError) -> None:
@@ -296,7 +308,7 @@ class GuestProcess:
 
     @property
     def finished(self) -> bool:
-        return self._status is not None or self._released
+        return self._released or self._complete()
 
     # ---- reading
 
@@ -313,7 +325,7 @@ class GuestProcess:
         chan = wire.STDOUT if item.stream == "stdout" else wire.STDERR
         self._taken[chan] = item.offset + len(item.data)
         due = self._taken[chan] - self._acked[chan] >= ACK_EVERY
-        if self._status is not None or self._error is not None:
+        if self._complete() or self._released or self._error is not None:
             return
         if not self._holding:
             if due:
@@ -322,36 +334,46 @@ class GuestProcess:
             self._limit[chan] = self._acked[chan] + OUTPUT_WINDOW
             self._credit_for(chan, self._acked[chan])
 
+    def _complete(self) -> bool:
+        """Whether the command has ended and all of its output has arrived."""
+        return self._status is not None and all(a >= b for a, b in zip(self._seen, self._final, strict=True))
+
     async def output(self) -> AsyncIterator[Output]:
-        """The output until the command has ended. One reader at a time.
+        """The output until the command has ended. One reader at a time. After it the agent may forget
+        the command, unless :meth:`hold` was called: then :meth:`release` says when.
 
         Raises:
-            SandboxLostError: the machine died. ForkyardError: another reader took over.
+            SandboxLostError: the machine died. DeadlineError: the agent owes output and sends none.
+            ForkyardError: another reader took over, or :meth:`detach` was called.
         """
         while True:
             while self._queue:
                 item = self._queue.popleft()
                 yield item
                 self._took(item)
-            if self._status is not None:
+            if self._complete():
+                if not self._holding:
+                    self._release()
                 return
             if self._error is not None:
                 raise self._error
             self._wake.clear()
-            await self._wake.wait()
+            try:
+                async with asyncio.timeout(STALL_S if self._status is not None else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                raise DeadlineError("the agent owes output of a command that ended") from None
 
     async def wait(self) -> ExitStatus:
-        """The exit status, which the agent may then forget.
-
-        Output that nobody takes holds the command up once it fills the window: read
-        :meth:`output` too, or :meth:`detach`.
-        """
+        """The exit status, as soon as there is one. Output may be read before, meanwhile or after it;
+        a reader that wants no more of it calls :meth:`detach`."""
         while self._status is None:
             if self._error is not None:
                 raise self._error
             self._wake.clear()
             await self._wake.wait()
-        self._release()
+        if self._complete() and not self._holding:
+            self._release()
         return self._status
 
     def _release(self) -> None:
@@ -379,7 +401,7 @@ class GuestProcess:
 
     def acknowledge(self) -> None:
         """Let the agent forget the output that was taken so far."""
-        if self._status is None and self._error is None:
+        if not self._complete() and not self._released and self._error is None:
             for chan in (wire.STDOUT, wire.STDERR):
                 if self._taken[chan] > self._acked[chan]:
                     self._grant(chan)
@@ -395,8 +417,9 @@ class GuestProcess:
         self._channel.forget(self.stream, reset=True)
 
     def detach(self) -> None:
-        """Let go of it: it runs on, its recent output is kept for whoever attaches next."""
-        if self._status is None:
+        """Let go of it. One that runs does so still, its recent output is kept for whoever attaches
+        next; of one that has ended the agent forgets the rest."""
+        if not self._released:
             self._release()
             self._error = self._error or ForkyardError("this reader let go of the process")
             self._end_stdin()
