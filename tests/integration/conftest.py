@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def tmp_home() -> Iterator[Path]:
     try:
         yield home
         assert mounts.mounts_below(home) == []
+        end = time.monotonic() + 5  # the kernel clears a loop device a moment after its last user
+        while _loops_below(home) and time.monotonic() < end:
+            time.sleep(0.01)
         assert _loops_below(home) == []
         assert _processes_below(home) == []
     finally:

@@ -157,13 +157,18 @@ async def test_without_quotas_a_watch_tells(tmp_home):
 
 
 class _Group:
-    """A task group whose one task can be ended."""
+    """A task group whose tasks can be ended."""
 
     def __init__(self, tg: asyncio.TaskGroup) -> None:
         self._tg = tg
+        self.tasks: list[asyncio.Task] = []
 
     def create_task(self, coroutine, name=None):
-        self.task = self._tg.create_task(coroutine)
+        self.tasks.append(self._tg.create_task(coroutine))
+
+    def cancel(self) -> None:
+        for task in self.tasks:
+            task.cancel()
 
 
 async def _watched(tg: asyncio.TaskGroup, store: DiskStore, over: asyncio.Future) -> None:
@@ -171,7 +176,7 @@ async def _watched(tg: asyncio.TaskGroup, store: DiskStore, over: asyncio.Future
     store.start(group)
     async with asyncio.timeout(20):
         await over
-    group.task.cancel()
+    group.cancel()
 
 
 async def test_imports(store, tmp_path):
@@ -377,7 +382,7 @@ async def test_a_full_host_stops_the_writer_and_not_the_store(small_host):
             store.start(watch)
             assert await asyncio.to_thread(_fill, one.rootfs / "big", 300) == 0  # more than it began with
             assert await asyncio.to_thread(_fill, one.rootfs / "more") == errno.ENOSPC
-            watch.task.cancel()
+            watch.cancel()
         assert store.is_full("bx1")
         assert shutil.disk_usage(small_host).free > 50 << 20
         with pytest.raises(CapacityError, match="full"):
@@ -454,6 +459,41 @@ async def test_no_two_files_of_a_chain_have_one_number(tmp_home):
                     assert seen.setdefault(path.stat().st_ino, path.name) == path.name
             assert len(seen) == 2 + 1 + 40 + 90 + 30
             await store.remove_box("bx")
+    finally:
+        await store.sweep([], [])
+        await store.close()
+
+
+async def test_spares(tmp_home):
+    store = DiskStore(tmp_home, _Settings())
+    await store.open()
+
+    def spares() -> int:
+        return sum(name.startswith("spare-") for name in os.listdir(store.root / "tmp"))
+
+    async def until(count: int) -> None:
+        async with asyncio.timeout(10):
+            while spares() != count:  # noqa: ASYNC110  (only the directory tells)
+                await asyncio.sleep(0.01)
+
+    try:
+        base = await _base(store)
+        async with asyncio.TaskGroup() as tg:
+            group = _Group(tg)
+            store.start(group)
+            await store.create_box("bx0", [base], 100)
+            await until(4)
+            box = await store.create_box("bx1", [base], 100)
+            assert spares() == 3
+            (box.rootfs / "f").write_bytes(os.urandom(1 << 20))
+            assert 1 <= store.usage_mb("bx1") < 2 and not store.is_full("bx1")
+            assert sorted(os.listdir(box.rootfs)) == ["etc", "f", "gone", "opq"]
+            await store.seal("bx1", "l1")
+            await store.create_box("bx2", ["l1", *box.layers], 100)
+            await until(4)  # none for a sealed layer
+            await store.drop_layer(base)
+            assert spares() == 0
+            group.cancel()
     finally:
         await store.sweep([], [])
         await store.close()

@@ -37,6 +37,7 @@ from forkyard.store.backend import Backend, BtrfsBackend, PlainBackend
 from forkyard.store.btrfs import Volume, is_btrfs
 from forkyard.store.layers import Layers, Source, inherit
 from forkyard.store.loopfile import GIB, LoopFile
+from forkyard.store.spares import Spares
 
 __all__ = ["BoxDisk", "DiskStore", "Space", "Stray"]
 
@@ -114,6 +115,7 @@ class DiskStore:
         self._max_bytes = settings.store_gb * GIB
         self._backend: Backend | None = None
         self._layers: Layers | None = None
+        self._spares: Spares | None = None
         self._limits: dict[str, int] = {}
         self._measured: dict[str, int] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -138,6 +140,7 @@ class DiskStore:
         self.kind = self._backend.kind
         self._layers = Layers(self.root / "layers", self.root / "tmp", self._backend)
         await self._thread(self._clear_tmp)
+        self._spares = Spares(self._backend, self.root / "tmp")
 
     async def _open_btrfs(self) -> Backend | None:
         if is_btrfs(self.home):
@@ -165,10 +168,12 @@ class DiskStore:
         """Let go of the store. By default it is unmounted if no box is left on it. Idempotent."""
         if self._backend is None:
             return
+        if self._spares is not None:
+            await self._thread(self._spares.drop_all)
         if unmount is None:
             unmount = not any((self.root / "boxes").iterdir())
         self._backend.close()
-        self._backend = self._layers = None
+        self._backend = self._layers = self._spares = None
         if unmount and self._file is not None:
             await self._thread(self._file.close)
         if self._pool is not None:
@@ -177,6 +182,8 @@ class DiskStore:
     def start(self, tg: TaskStarter) -> None:
         """Keep room ahead of what is written, and watch limits where no quota does, until cancelled."""
         tg.create_task(self._watch(), name="disk store")
+        if self._spares is not None and self.kind == "btrfs":
+            tg.create_task(self._spares.run(self._thread), name="spare disks")
 
     async def _watch(self) -> None:
         while True:
@@ -293,6 +300,9 @@ class DiskStore:
         if not await self._have_room(_FLOOR):
             raise self._full()
         limit_mb = max(disk_mb - self.layers.private_bytes(layers) // _MIB, _LEAST_LIMIT_MB)
+        parent = self.layers.volume(layers[0])
+        if self._spares is not None and parent is not None and not self.layers.private_bytes(layers[:1]):
+            self._spares.ask(layers[0], parent)  # a template's: there will be more
         try:
             self._limits[box] = limit_mb
             below = await self._thread(self._create, volume, layers, lowers, self.rootfs(box), limit_mb)
@@ -311,7 +321,11 @@ class DiskStore:
         # Going on with a copy of the top layer keeps chains short; standing on it instead
         # lets all its forks share its pages in the host's cache, which pays where there are many.
         go_on = self.layers.is_small(layers) or len(layers) > _LONG_CHAIN
-        self.backend.create(volume, self.layers.volume(layers[0]), go_on=go_on)
+        spare = None if go_on or self._spares is None else self._spares.take(layers[0])
+        if spare is not None and not volume.exists():
+            os.rename(spare, volume)
+        else:
+            self.backend.create(volume, self.layers.volume(layers[0]), go_on=go_on)
         if go_on:
             lowers = lowers[1:]
         inherit(volume, self.layers.private_bytes(layers[:1]) if go_on else 0)
@@ -450,6 +464,8 @@ class DiskStore:
 
     async def drop_layer(self, layer: str) -> None:
         """Delete a layer; boxes that still have it mounted keep it until they go. Idempotent."""
+        if self._spares is not None:
+            await self._thread(self._spares.drop, layer)
         await self._thread(self.layers.drop, layer)
 
     def layer_path(self, layer: str) -> Path:

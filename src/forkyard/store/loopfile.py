@@ -15,6 +15,7 @@ import fcntl
 import os
 import shutil
 import struct
+import time
 from pathlib import Path
 
 from forkyard.errors import CapacityError, UnsupportedError
@@ -132,12 +133,15 @@ class LoopFile:
 
     def close(self) -> None:
         """Unmount it, at once if nothing uses it, lazily otherwise."""
-        try:
-            mounts.unmount(self.target, lazy=False)
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            mounts.unmount(self.target)
+        for _ in range(20):  # an overlay that was just detached is still let go of
+            try:
+                mounts.unmount(self.target, lazy=False)
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+            time.sleep(0.02)
+        mounts.unmount(self.target)
 
 
 def _fsync(path: Path) -> None:
