@@ -117,3 +117,8 @@ class Engine(Protocol):
     async def reattach(self, spec: MachineSpec, record: dict[str, Any]) -> Machine | None:
         """The machine that an earlier daemon started, or None if it is gone."""
         ...
+
+    async def sweep(self, directory: Path) -> None:
+        """End whatever runs for the box of ``directory``, finished or half-made, without a
+        :class:`Machine`: for a new daemon that finds a box which no record names."""
+        ...

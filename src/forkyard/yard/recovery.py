@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 from pathlib import Path
 
 from forkyard.errors import ForkyardError, SandboxLostError
@@ -119,10 +117,7 @@ class Recovery:
 
     async def _sweep_box(self, directory: Path) -> None:
         log.info("sweeping box %s", directory.name)
-        for pid in _processes_of(directory):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-            await process.wait_pid(pid, timeout_s=10)
+        await _quietly(self.context.engine.sweep(directory))
         await _quietly(self.context.machines.remove(directory.name))
         await asyncio.to_thread(rmtree, directory)
 
@@ -139,15 +134,3 @@ def _children(directory: Path) -> list[Path]:
         return sorted(directory.iterdir())
     return []
 
-
-def _processes_of(directory: Path) -> list[int]:
-    """Processes whose command line names the box's directory: the engine's, of that box."""
-    found = []
-    marks = {f"{directory}/".encode(), f"{directory.resolve()}/".encode()}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{entry.name}/cmdline", "rb") as file:
-                words = file.read()
-                if any(mark in words for mark in marks):
-                    found.append(int(entry.name))
-    return found

@@ -15,6 +15,7 @@ from forkyard import types as ty
 from forkyard.audit import AuditLog
 from forkyard.config import Settings, short
 from forkyard.engines import open_engine
+from forkyard.engines.base import Engine
 from forkyard.errors import (
     ConflictError,
     DeadlineError,
@@ -348,8 +349,14 @@ class Yard:
 
 
 @contextlib.asynccontextmanager
-async def open_yard(settings: Settings) -> AsyncIterator[Yard]:
+async def open_yard(
+    settings: Settings, *, engine: Engine | None = None, disks: DiskStore | None = None
+) -> AsyncIterator[Yard]:
     """The yard in ``settings.home``, recovered and running. Leaving it keeps sandboxes running.
+
+    Args:
+        engine: Runs the machines; by default the one that set-up chose.
+        disks: Keeps the disks; by default what the host can do best.
 
     Raises:
         UnavailableError: it was never set up, or something that it needs is missing; says what.
@@ -360,13 +367,13 @@ async def open_yard(settings: Settings) -> AsyncIterator[Yard]:
         (home / name).mkdir(parents=True, exist_ok=True, mode=0o700)
     process.keep_table_large()
     async with contextlib.AsyncExitStack() as stack:
-        engine = await open_engine(settings, home)
+        engine = engine or await open_engine(settings, home)
         catalog = await Catalog.open(home / "catalog.db")
         stack.push_async_callback(catalog.close)
         audit = AuditLog(home / "audit")
         await audit.open()
         stack.push_async_callback(audit.close)
-        disks = DiskStore(home, settings)
+        disks = disks or DiskStore(home, settings)
         await disks.open()
         images = Images(home / "images")
         cgroups = Cgroups.for_home(settings.home)

@@ -107,6 +107,11 @@ class GVisor:
         except OSError:
             return None
 
+    async def sweep(self, directory: Path) -> None:
+        # By either name: it may have been started through the home's short alias.
+        for path in {directory, directory.parent.resolve() / directory.name}:
+            await _end_all(path)
+
     async def close(self) -> None:
         """Remove what the boxes shared; call it when none is left."""
         await asyncio.to_thread(_drop_shared, self.shared)
@@ -153,10 +158,7 @@ class _Bundle:
                 os.close(fd)
         if error is None:
             return
-        for pid in _pids(self.spec.dir):
-            start = process.start_time(pid)
-            if start is not None and _is_ours(pid, self.spec.dir):
-                await process.kill_pid(pid, start, timeout_s=10)
+        await _end_all(self.spec.dir)
         for name in ("in", "out", "pid", "config.json", "stderr"):
             (self.spec.dir / name).unlink(missing_ok=True)
         await asyncio.to_thread(rmtree, self.spec.dir / "st")
@@ -241,6 +243,14 @@ def _state(directory: Path) -> dict[str, Any]:
             if isinstance(state, dict):
                 return state
     return {}
+
+
+async def _end_all(directory: Path) -> None:
+    """End every process of a box, also of a half-made one."""
+    for pid in await asyncio.to_thread(_pids, directory):
+        start = process.start_time(pid)
+        if start is not None and _is_ours(pid, directory):
+            await process.kill_pid(pid, start, timeout_s=10)
 
 
 def _pids(directory: Path) -> list[int]:
