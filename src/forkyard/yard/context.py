@@ -40,12 +40,11 @@ class Context:
     machines: Machines
     tg: Services
     agent: str
-    sandboxes: Sandboxes = field(init=False)
+    sandboxes: Sandboxes
     snapshots: dict[str, SnapshotDoc] = field(default_factory=dict)
     events: Events = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sandboxes = Sandboxes()
         self.events = Events()
 
     async def save(

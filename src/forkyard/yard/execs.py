@@ -338,7 +338,7 @@ class Execs:
 
     async def attach(self, request: Attach, caller: Caller) -> AsyncIterator[StreamEvent]:
         """See API: ``attach``. Another reader of the same process loses it. Closing the
-        iterator leaves the process alone."""
+        iterator leaves the process alone, unless it was tied to its handle from the start."""
         sandbox, box = await self.lifecycle.running(request.sandbox)
         process = await box.guest.process(
             request.pid, stdout_offset=request.stdout_offset, stderr_offset=request.stderr_offset
@@ -347,7 +347,7 @@ class Execs:
             tag: o for tag, o in self._orphans.items() if (o.sandbox, o.pid) != (sandbox.id, process.pid)
         }
         held = self._hold(sandbox, process, {"attached": request.pid}, caller)
-        async for event in self._stream(sandbox, box, held, end=False, timeout_s=None):
+        async for event in self._stream(sandbox, box, held, end=request.tied, timeout_s=None):
             yield event
 
     def _hold(self, sandbox: Sandbox, process: GuestProcess, said: dict[str, Any], caller: Caller) -> Held:

@@ -16,6 +16,7 @@ from forkyard.audit import AuditLog
 from forkyard.config import Settings, short
 from forkyard.engines import open_engine
 from forkyard.engines.base import Engine
+from forkyard.engines.base import Engine
 from forkyard.errors import (
     ConflictError,
     DeadlineError,
@@ -32,7 +33,7 @@ from forkyard.wire import VERSION as WIRE_VERSION
 from forkyard.yard import agents, names
 from forkyard.yard.admission import Admission
 from forkyard.yard.background import Services
-from forkyard.yard.context import Context, locked
+from forkyard.yard.context import Context, Sandboxes, locked
 from forkyard.yard.execs import Execs
 from forkyard.yard.files import Files
 from forkyard.yard.forking import Forking
@@ -377,6 +378,8 @@ async def open_yard(
         await disks.open()
         images = Images(home / "images")
         cgroups = Cgroups.for_home(settings.home)
+        sandboxes = Sandboxes()
+        stack.push_async_callback(_leave_host, sandboxes, engine, cgroups, disks)
         # Last in, first out: the readers and watches end before what they use.
         tg = await stack.enter_async_context(Services())
         machines = Machines(home, engine, disks, images, cgroups, tg)
@@ -391,6 +394,7 @@ async def open_yard(
             machines=machines,
             tg=tg,
             agent=agents.install(home),
+            sandboxes=sandboxes,
         )
         yard = Yard(context)
         await Recovery(yard.lifecycle).run()
@@ -404,10 +408,14 @@ async def open_yard(
         finally:
             yard.leases.close()
             await yard.execs.close()
-            if not len(context.sandboxes):
-                await engine.close()
-                cgroups.close()
-                await disks.close()
+
+
+async def _leave_host(sandboxes: Sandboxes, engine: Engine, cgroups: Cgroups, disks: DiskStore) -> None:
+    """Take what the yard has on the host with it, unless sandboxes still use it."""
+    if not len(sandboxes):
+        await engine.close()
+        cgroups.close()
+    await disks.close(unmount=not len(sandboxes))
 
 
 __all__ = ["Yard", "open_yard"]
