@@ -71,7 +71,7 @@ class Images:
         self._wake = asyncio.Event()
         self._due: dict[str, float] = {}
 
-    def start(self, tg: asyncio.TaskGroup) -> None:
+    def start(self, tg: process.TaskStarter) -> None:
         """Remove what a crash left half-written, and settle images in the background until cancelled."""
         gone = []
         for path in list(self.root.iterdir()) if self.root.is_dir() else []:

@@ -411,11 +411,12 @@ async def open_yard(
 
 
 async def _leave_host(sandboxes: Sandboxes, engine: Engine, cgroups: Cgroups, disks: DiskStore) -> None:
-    """Take what the yard has on the host with it, unless sandboxes still use it."""
-    if not len(sandboxes):
+    """Take what the yard has on the host with it, unless sandboxes still run on it."""
+    empty = not any(sandbox.box for sandbox in sandboxes)
+    if empty:
         await engine.close()
         cgroups.close()
-    await disks.close(unmount=not len(sandboxes))
+    await disks.close(unmount=empty)
 
 
 __all__ = ["Yard", "open_yard"]
