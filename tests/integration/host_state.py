@@ -1,0 +1,68 @@
+"""What the tests look for on the host when everything should be gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def loops_below(path: Path) -> list[str]:
+    """Loop devices on files below ``path``."""
+    found = []
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        try:
+            if backing.read_text().strip().startswith(str(path)):
+                found.append(f"{backing.parent.parent.name}: {backing.read_text().strip()}")
+        except OSError:
+            continue
+    return found
+
+
+def cgroups_like(tag: str) -> list[str]:
+    """Control groups, of either version, whose name starts with ``tag``."""
+    return [str(path) for pattern in (f"{tag}*", f"*/{tag}*") for path in CGROUPS.glob(pattern)]
+
+
+def processes_below(path: Path) -> list[int]:
+    """Processes with a working directory, root or open file below ``path``, ourselves included."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        links = [process / "cwd", process / "root"]
+        try:
+            links += list((process / "fd").iterdir())
+        except OSError:
+            continue
+        for link in links:
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith(f"{path}/"):
+                found.append(int(process.name))
+                break
+    return found
+
+
+def processes_of(path: Path) -> list[str]:
+    """Command lines of the processes, other than this one, that name ``path``."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"{path}/" in line and int(process.name) != os.getpid():
+            found.append(f"{process.name}: {line}")
+    return found
+
+
+def eventually(look: Callable[[], object], timeout_s: float = 5) -> None:
+    """Wait until ``look`` finds nothing; fails with what it still finds."""
+    deadline = time.monotonic() + timeout_s
+    while found := look():
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)

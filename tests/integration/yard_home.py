@@ -1,0 +1,186 @@
+"""A home of its own with its daemon, driven through the public client.
+
+Import ``yard`` (one home for all tests of a module) or ``client`` into a test module. After each
+test its sandboxes and snapshots are deleted, and nothing of them may be left on the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from host_state import cgroups_like, eventually, loops_below, processes_below, processes_of
+
+from forkyard import Client
+from forkyard.config import Settings
+from forkyard.errors import UnavailableError
+from forkyard.host import mounts
+from forkyard.setup import quick_setup
+from forkyard.setup.borrow import SYSTEM_HOME
+from forkyard.setup.runsc import read_engine
+from forkyard.setup.templates import read_template
+
+LENDER = Path(os.environ.get("FORKYARD_TEST_BASE") or SYSTEM_HOME)
+GONE_S = 10
+
+
+@dataclass
+class YardHome:
+    """A home, and a client of its daemon. ``newest`` says that it runs the newest runsc."""
+
+    home: Path
+    client: Client
+    newest: bool = False
+
+    @property
+    def pid(self) -> int:
+        """The daemon's; started if it does not run."""
+        return self.client.health().pid
+
+    def rss_mb(self) -> float:
+        """The daemon's resident memory."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+        raise AssertionError("the daemon has no VmRSS")
+
+    def boxes(self) -> list[str]:
+        """What boxes have on the host: directories, disks, mounts, groups and processes."""
+        found = [str(path) for path in (self.home / "boxes").iterdir()]
+        found += [str(path) for path in (self.home / "store/boxes").glob("*")]
+        found += [str(path) for path in mounts.mounts_below(self.home / "boxes")]
+        found += [group for group in self.groups() if Path(group).name.startswith("b")]
+        return found + [line for line in processes_of(self.home) if "runsc" in line]
+
+    def groups(self) -> list[str]:
+        """The control groups of its boxes."""
+        tag = f"forkyard-{hashlib.sha256(os.path.realpath(self.home).encode()).hexdigest()[:8]}"
+        return [str(sub) for top in cgroups_like(tag) for sub in Path(top).iterdir() if sub.is_dir()]
+
+    def layers(self) -> list[str]:
+        """The layers that are no template's."""
+        kept = {layer for path in (self.home / "templates").glob("*.json")
+                for layer in json.loads(path.read_text())["layers"]}  # fmt: skip
+        found = [path.name.removesuffix(".json") for path in (self.home / "store/layers").iterdir()]
+        return sorted(set(found) - kept)
+
+    def images(self) -> list[str]:
+        """Memory images other than those of templates."""
+        return [path.name for path in (self.home / "images").iterdir() if not path.name.startswith("warm-")]
+
+    def clear(self) -> None:
+        """Delete all sandboxes and snapshots; nothing of them may be left."""
+        for info in self.client.list_sandboxes():
+            self.client.delete_sandbox(info.id)
+        for snapshot in self.client.list_snapshots():
+            self.client.delete_snapshot(snapshot.id)
+        eventually(self.boxes, GONE_S)
+        eventually(self.layers, GONE_S)
+        eventually(self.images, GONE_S)
+
+
+@contextmanager
+def open_home(runsc: Path | None = None) -> Iterator[YardHome]:
+    """A new home that borrows engine and base of the machine's; ``runsc`` runs it instead."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    if not read_engine(LENDER) or not read_template(LENDER, "base"):
+        pytest.fail(f"{LENDER} is not set up: run `make setup` first")
+    home = Path(os.path.realpath(tempfile.mkdtemp(prefix="fy-", dir="/tmp")))
+    kept = ("FORKYARD_TEST_", "FORKYARD_BASE_FROM")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("FORKYARD_") and not name.startswith(kept):
+                patch.delenv(name)
+        if runsc is not None:
+            settings = Settings(home=home, socket=home / "daemon.sock", base_from=LENDER)
+            assert asyncio.run(quick_setup(settings))
+            (home / "config.toml").write_text(f'runsc = "{runsc}"\n')
+        yard = YardHome(home, Client(home=home), runsc is not None)
+        try:
+            assert yard.client.health().ok
+            yield yard
+            pid = yard.pid
+            yard.clear()
+            yard.client.shutdown("delete")
+            eventually(lambda: Path(f"/proc/{pid}").exists(), 20)
+            yard.client.close()
+            eventually(lambda: mounts.mounts_below(home))
+            eventually(lambda: loops_below(home))
+            eventually(lambda: processes_below(home) + processes_of(home))
+            eventually(yard.groups)
+            assert not (home / "daemon.sock").exists() and not (home / "daemon.json").exists()
+        finally:
+            _force_away(yard)
+
+
+def _force_away(yard: YardHome) -> None:
+    """Whatever happened before, leave nothing to the next test."""
+    gone = yard.home / "daemon.json"
+    if gone.exists():
+        pid = json.loads(gone.read_text())["pid"]
+        try:
+            yard.client.shutdown("delete")
+            until(lambda: not Path(f"/proc/{pid}").exists())
+        except (UnavailableError, AssertionError):
+            print(f"daemon {pid} of {yard.home} did not end")
+    for target in mounts.mounts_below(yard.home):
+        mounts.unmount(target)
+    shutil.rmtree(yard.home, ignore_errors=True)
+
+
+def newest_runsc() -> Path | None:
+    """The newest runsc that set-up built, or the one in ``FORKYARD_TEST_NEWEST``."""
+    if path := os.environ.get("FORKYARD_TEST_NEWEST"):
+        return Path(path)
+    known = (read_engine(LENDER) or {}).get("candidates", [])
+    return next((Path(c["runsc"]) for c in known if c["origin"] == "newest"), None)
+
+
+@pytest.fixture(scope="module")
+def yard() -> Iterator[YardHome]:
+    """One home for the tests of a module, on the runsc and the platform that set-up chose."""
+    with open_home() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def newest_yard() -> Iterator[YardHome]:
+    """One home for the tests of a module, on the newest runsc; mark its users ``newest``."""
+    path = newest_runsc()
+    if path is None:
+        pytest.skip("no newest runsc: forkyard setup --newest builds it")
+    with open_home(path) as made:
+        yield made
+
+
+@pytest.fixture
+def client(yard: YardHome) -> Iterator[Client]:
+    """The client of the module's home, which has no sandbox before and after the test."""
+    yield yard.client
+    yard.clear()
+
+
+@pytest.fixture
+def newest_client(newest_yard: YardHome) -> Iterator[Client]:
+    """As ``client``, on the newest runsc."""
+    yield newest_yard.client
+    newest_yard.clear()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Wait until ``condition`` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass in time"
+        time.sleep(0.01)
