@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 
 from forkyard.errors import CapacityError
-from forkyard.host.files import free_mb
 
 ENGINE_MB = 15
 COLD_BOOT_MB = 40
@@ -29,13 +27,13 @@ class Admission:
     """Promises memory to starts, first come first served.
 
     Args:
-        home: Where the disks are.
+        space_mb: How much room for disks there is, in MiB.
         limit_mb: At most this much memory for all sandboxes, or None for the machine's.
         max_sandboxes: At most this many.
     """
 
-    def __init__(self, home: Path, limit_mb: int | None, max_sandboxes: int) -> None:
-        self.home = home
+    def __init__(self, space_mb: Callable[[], int], limit_mb: int | None, max_sandboxes: int) -> None:
+        self.space_mb = space_mb
         self.limit_mb = limit_mb
         self.max_sandboxes = max_sandboxes
         self.running = 0
@@ -93,7 +91,7 @@ class Admission:
             self.promised -= n
 
     def _may(self, n: int, need_mb: float) -> bool:
-        return self.fits(need_mb) >= n and free_mb(self.home) >= DISK_FLOOR_MB
+        return self.fits(need_mb) >= n and self.space_mb() >= DISK_FLOOR_MB
 
     def _refusal(self, n: int, need_mb: float, what: str) -> CapacityError:
         fits = self.fits(need_mb)
@@ -104,11 +102,11 @@ class Admission:
                 hint="delete or stop some, or raise the setting max_sandboxes",
                 retryable=True,
             )
-        disk = free_mb(self.home)
+        disk = self.space_mb()
         if disk < DISK_FLOOR_MB:
             return CapacityError(
-                f"{what} needs disk: {disk} MiB are free at {self.home}, {DISK_FLOOR_MB} MiB are kept",
-                hint="delete snapshots or sandboxes",
+                f"{what} needs disk: {disk} MiB are free, {DISK_FLOOR_MB} MiB are kept",
+                hint="delete snapshots or sandboxes, or raise the setting store_gb",
                 retryable=True,
             )
         return CapacityError(

@@ -59,6 +59,7 @@ class Lifecycle:
         self.leases = leases
         self._boxes: dict[str, Sandbox] = {}
         context.machines.on_death = self._died
+        context.disks.on_over = self._over_disk
 
     # -- coming into being -------------------------------------------------------------
 
@@ -167,7 +168,8 @@ class Lifecycle:
         sandbox.measured_at = 0.0
         if box.cgroup is not None:
             sandbox.memory_watch = box.cgroup.watch_memory(
-                asyncio.get_running_loop(), lambda used, limit: self._short_of_memory(sandbox, box)
+                asyncio.get_running_loop(),
+                lambda used, limit: self._kill_largest(sandbox, box, "process.oom"),
             )
         box.guest.on_lost = lambda error: self._channel_lost(box.id, error)
 
@@ -184,8 +186,10 @@ class Lifecycle:
         sandbox.doc.box = ""
         sandbox.doc.machine = None
 
-    def _short_of_memory(self, sandbox: Sandbox, box: Box) -> None:
-        """More is used than allowed: end the largest process before the kernel ends the sandbox."""
+    def _kill_largest(self, sandbox: Sandbox, box: Box, why: str) -> None:
+        """More is used than allowed: end the largest process, before the kernel ends the sandbox.
+
+        ``why`` is the kind of the audit's record."""
         if sandbox.box is not box or sandbox.killing:
             return
         sandbox.killing = True
@@ -195,13 +199,20 @@ class Lifecycle:
                 killed = await box.guest.kill_largest()
                 if killed is not None:
                     data = {"pid": killed.pid, "rss_mb": round(killed.rss_mb), "command": killed.command}
-                    self.context.audit.append("process.oom", sandbox.id, "yard", data)
+                    self.context.audit.append(why, sandbox.id, "yard", data)
             except ForkyardError as error:
-                log.warning("out of memory in %s, and its agent did not act: %s", sandbox.id, error)
+                log.warning("%s in %s, and its agent did not act: %s", why, sandbox.id, error)
             finally:
                 sandbox.killing = False
 
         begin(self.context.tg, kill())
+
+    def _over_disk(self, box_id: str, used_mb: float) -> None:
+        """Where no quota stops a guest at its limit, what writes is likely what is largest."""
+        sandbox = self._boxes.get(box_id)
+        if sandbox is not None and sandbox.box is not None:
+            log.warning("%s has %.0f MiB on its disk of %d", sandbox.id, used_mb, sandbox.doc.disk_mb)
+            self._kill_largest(sandbox, sandbox.box, "process.disk_full")
 
     # -- deaths ------------------------------------------------------------------------
 

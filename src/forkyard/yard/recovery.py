@@ -133,4 +133,3 @@ def _children(directory: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(directory.iterdir())
     return []
-

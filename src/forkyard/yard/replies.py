@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from forkyard.store.catalog import Catalog
@@ -14,6 +15,12 @@ class Replies:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
+
+    async def prune(self) -> None:
+        """Forget old replies, every hour until cancelled."""
+        while True:
+            await self.catalog.prune()
+            await asyncio.sleep(3600)
 
     async def get(self, request_id: str, verb: str, uid: int) -> bytes | None:
         """The reply that was kept for this request of this user, or None."""

@@ -25,7 +25,6 @@ from forkyard.errors import (
 )
 from forkyard.host import process
 from forkyard.host.cgroup import Cgroups
-from forkyard.host.files import free_mb
 from forkyard.store.catalog import Catalog
 from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
@@ -59,7 +58,7 @@ class Yard:
         settings = context.settings
         self.templates = Templates(context)
         self.snapshots = Snapshots(context, self.templates.layers)
-        self.admission = Admission(context.home, settings.mem_mb, settings.max_sandboxes)
+        self.admission = Admission(self._space_mb, settings.mem_mb, settings.max_sandboxes)
         self.leases = Leases(context)
         self.lifecycle = Lifecycle(context, self.templates, self.snapshots, self.admission, self.leases)
         self.forking = Forking(self.lifecycle)
@@ -295,7 +294,7 @@ class Yard:
             fits=self.admission.fits(need),
             mem_free_mb=int(self.admission.free_mb()),
             mem_committed_mb=int(sum(box.doc.mem_mb for box in self.context.sandboxes if box.box)),
-            disk_free_mb=int(free_mb(self.context.home)),
+            disk_free_mb=self._space_mb(),
             sandboxes=len(self.context.sandboxes),
         )
 
@@ -311,9 +310,9 @@ class Yard:
 
     async def health(self, request: rq.Empty, caller: rq.Caller) -> ty.Health:
         settings, problems = self.context.settings, []
-        disk = free_mb(self.context.home)
+        disk = self._space_mb()
         if disk < 1024:
-            problems.append(f"only {disk} MiB of disk are free at {settings.home}")
+            problems.append(f"only {disk} MiB are free for disks at {settings.home}")
         if not self.context.machines.cgroups.available:
             problems.append("no cgroup controllers: memory and CPU limits are not enforced")
         if self.templates.find("base") is None:
@@ -329,6 +328,11 @@ class Yard:
             engines=[self.context.engine.name],
             problems=problems,
         )
+
+    def _space_mb(self) -> int:
+        """Room for disks: what is free in the store, and what it may still grow by."""
+        space = self.context.disks.space()
+        return space.free_mb + space.growth_mb
 
     # -- the daemon's ------------------------------------------------------------------
 
@@ -400,6 +404,7 @@ async def open_yard(
         await Recovery(yard.lifecycle).run()
         await yard.execs.recover()
         tg.create_task(yard.leases.run())
+        tg.create_task(yard.replies.prune())
         process.Reaper().start(tg)
         disks.start(tg)
         images.start(tg)
