@@ -37,9 +37,12 @@ class Services:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # What ends may begin something to clean up behind it.
+        while self._tasks:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def begin(tg: Services, work: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[None], asyncio.Future[T]]:
@@ -62,10 +65,32 @@ def begin(tg: Services, work: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[None
             if not future.done():
                 future.set_result(result)
 
-    return tg.create_task(run()), future
+    task = tg.create_task(run())
+
+    def ended(_: object) -> None:
+        if not future.done():  # cancelled before its first step
+            work.close()
+            future.cancel()
+
+    task.add_done_callback(ended)
+    return task, future
 
 
 async def finish(tg: Services, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end even if the caller is cancelled meanwhile."""
     _, future = begin(tg, work)
     return await asyncio.shield(future)
+
+
+async def insist(tg: Services, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work`` to its end and wait for that, however often the caller is cancelled meanwhile."""
+    _, future = begin(tg, work)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    await future

@@ -76,7 +76,7 @@ class Lifecycle:
     async def bring_up(self, plan: Plan, caller: Caller, *, wait_s: float) -> Sandbox:
         """Turn a plan into a running sandbox, or into nothing."""
         sandbox = await self._announce(plan)
-        task, future = self._launch(sandbox, plan, caller, wait_s, keep_failed=False)
+        future = self._launch(sandbox, plan, caller, wait_s, keep_failed=False)
         try:
             await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -84,9 +84,8 @@ class Lifecycle:
                 raise ConflictError(
                     f"{sandbox.doc.name!r} was deleted while it was being created", sandbox=sandbox.id
                 ) from None
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
+            # Ends a start under way, and is there for one that had not begun.
+            await finish(self.context.tg, self.delete(sandbox, caller))
             raise
         return sandbox
 
@@ -97,17 +96,24 @@ class Lifecycle:
         try:
             await self.context.save(sandboxes=[plan.doc])
         except BaseException:
-            self.context.sandboxes.drop(sandbox)
-            await self.snapshots.release(plan.doc.layers)
+            await finish(self.context.tg, self._unannounce(sandbox))
             raise
         return sandbox
 
+    async def _unannounce(self, sandbox: Sandbox) -> None:
+        self.context.sandboxes.drop(sandbox)
+        sandbox.doc.state = "deleted"
+        # A cancelled save may have been done all the same.
+        with contextlib.suppress(ForkyardError):
+            await self.context.save(sandboxes=[sandbox.doc])
+        await self.snapshots.release(sandbox.doc.layers)
+
     def _launch(
         self, sandbox: Sandbox, plan: Plan, caller: Caller, wait_s: float, *, keep_failed: bool
-    ) -> tuple[asyncio.Task[None], asyncio.Future[None]]:
+    ) -> asyncio.Future[None]:
         work = self._bring_up(sandbox, plan, caller, wait_s, keep_failed)
         sandbox.creating, future = begin(self.context.tg, work)
-        return sandbox.creating, future
+        return future
 
     async def _bring_up(
         self, sandbox: Sandbox, plan: Plan, caller: Caller, wait_s: float, keep_failed: bool

@@ -26,7 +26,7 @@ from forkyard.host.files import rmtree
 from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
 from forkyard.yard import names
-from forkyard.yard.background import Services, finish
+from forkyard.yard.background import Services, finish, insist
 
 log = logging.getLogger("forkyard.yard")
 
@@ -136,7 +136,7 @@ class Machines:
         async with self.slots:
             begun = time.perf_counter()
             box_id = names.box_id()
-            async with _Undo() as undo:
+            async with _Undo(self.tg) as undo:
                 marks: dict[str, float] = {}
                 cgroup = await self._make_cgroup(undo, box_id, start.limits)
                 marks["cgroup"] = time.perf_counter()
@@ -229,7 +229,7 @@ class Machines:
             mark.unlink(missing_ok=True)
             raise
         try:
-            async with _Undo() as undo:
+            async with _Undo(self.tg) as undo:
                 saved = None
                 if image is not None:
                     directory = self.images.temporary(image)
@@ -349,7 +349,8 @@ class Machines:
 class _Undo:
     """Undo steps in reverse order unless :meth:`keep` is called; each with a deadline, none skipped."""
 
-    def __init__(self) -> None:
+    def __init__(self, tg: Services) -> None:
+        self._tg = tg
         self._steps: list[tuple[Any, tuple[Any, ...]]] = []
 
     def push(self, step: Any, *args: Any) -> None:
@@ -362,14 +363,18 @@ class _Undo:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._steps:
+            await insist(self._tg, self._undo())
+
+    async def _undo(self) -> None:
         while self._steps:
             step, args = self._steps.pop()
             await _within(step(*args))
 
 
 async def _within(step: Any) -> None:
-    """Finish ``step`` (a coroutine) within the undo deadline, however often the caller is
-    cancelled; its failure is logged, since the next steps matter more."""
+    """Finish ``step`` (a coroutine) within the undo deadline; its failure is logged, since the
+    next steps matter more."""
     try:
         async with asyncio.timeout(UNDO_DEADLINE_S):
             await step
