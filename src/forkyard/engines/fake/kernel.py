@@ -42,7 +42,7 @@ def program(name: str) -> Callable[[Program], Program]:
 
 
 class Fd(msgspec.Struct):
-    """``kind`` is null, zero, pipe, tty or file; ``ident`` is the number of which one."""
+    """``kind`` is null, zero, urandom, pipe, tty or file; ``ident`` is the number of which one."""
 
     kind: str
     ident: int = 0
@@ -135,7 +135,6 @@ class Kernel:
         self.tree = Tree(
             root,
             {
-                "/proc/sys/kernel/random/uuid": self._uuid,
                 "/proc/sys/kernel/hostname": lambda: f"{state.hostname}\n".encode(),
                 "/proc/uptime": lambda: f"{self.now():.2f} 0\n".encode(),
                 **dict.fromkeys(("/dev/null", "/dev/zero", "/dev/urandom"), bytes),
@@ -161,11 +160,11 @@ class Kernel:
         if self._running_since is None:
             self._running_since = time.monotonic()
 
-    def _uuid(self) -> bytes:
+    def random(self, size: int) -> bytes:
+        """Bytes that follow from the seed and from how many were taken."""
         self.state.random_taken += 1
         taken = self.state.random_taken.to_bytes(8, "little")
-        digest = hashlib.sha256(self.state.seed + taken).hexdigest()
-        return f"{digest[:8]}-{digest[8:12]}-4{digest[13:16]}-8{digest[17:20]}-{digest[20:32]}\n".encode()
+        return hashlib.shake_128(self.state.seed + taken).digest(size)
 
     # -- running
 
@@ -263,8 +262,8 @@ class Kernel:
         fd = proc.fds.get(number)
         if fd is None or fd.kind == "null":
             return b""
-        if fd.kind == "zero":
-            return bytes(size)
+        if fd.kind in ("zero", "urandom"):
+            return bytes(size) if fd.kind == "zero" else self.random(size)
         if fd.kind == "file":
             file = self.state.files[fd.ident]
             data = self.tree.read(file.path, file.offset or 0, size)
@@ -286,7 +285,7 @@ class Kernel:
         if full == "/dev/null":
             return Fd("null")
         if full in ("/dev/zero", "/dev/urandom"):
-            return Fd("zero")
+            return Fd(full.removeprefix("/dev/"))
         self.tree.open(full, proc.who, write=write, create=write, truncate=write and not append)
         number = self._number()
         self.state.files[number] = File(full, None if append else 0)

@@ -244,6 +244,13 @@ def _rm(k: Kernel, p: Proc, args: list[str]) -> int:
     return 0
 
 
+@once("mv")
+def _mv(k: Kernel, p: Proc, args: list[str]) -> int:
+    source, target = (k.tree.resolve(arg, p.cwd, p.who, follow=False) for arg in args)
+    k.tree.rename(source, target, p.who)
+    return 0
+
+
 @once("mkdir")
 def _mkdir(k: Kernel, p: Proc, args: list[str]) -> int:
     for arg in [arg for arg in args if not arg.startswith("-")]:

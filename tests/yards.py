@@ -1,0 +1,320 @@
+"""Yards for tests: which engines there are, a home for each, and a yard with short words for its verbs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from copy_disks import CopyDisks
+from small_root import write_root
+
+from forkyard import requests as rq
+from forkyard import types as ty
+from forkyard.config import Settings, load, short
+from forkyard.engines.base import Engine
+from forkyard.engines.fake import Fake
+from forkyard.engines.fake.world import WORLD
+from forkyard.engines.gvisor import GVisor, Runsc
+from forkyard.host import mounts, process
+from forkyard.setup.borrow import SYSTEM_HOME
+from forkyard.setup.runsc import candidates
+from forkyard.store.disks import DiskStore
+from forkyard.yard.model import SandboxDoc
+from forkyard.yard.templates import TemplateDoc, Templates
+from forkyard.yard.yard import Yard, open_yard
+
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine to test. ``runsc`` is None for the fake one."""
+
+    name: str
+    runsc: Path | None = None
+    missing: str = ""
+
+    @property
+    def real(self) -> bool:
+        return self.name != "fake"
+
+    async def engine(self, home: Path) -> Engine:
+        if self.runsc is None:
+            return Fake()
+        runsc = await Runsc.probe(self.runsc)
+        return GVisor(runsc, "systrap", home / "engine" / "shared")
+
+
+def kinds() -> list[Any]:
+    """Every engine as a pytest parameter; those that this machine lacks are skipped with the reason."""
+    found: dict[str, Path] = {}
+    homes = {load(env={}).home, load().home, SYSTEM_HOME}
+    for settings in [load(), *(dataclasses.replace(load(), home=home, runsc=None) for home in homes)]:
+        for candidate in candidates(settings):
+            found.setdefault("newest" if candidate.origin == "newest" else "debian13", candidate.path)
+    if newest := os.environ.get("FORKYARD_TEST_NEWEST_RUNSC"):
+        found["newest"] = Path(newest)
+    params = [pytest.param(Kind("fake"), id="fake")]
+    for name in ("debian13", "newest"):
+        why = (
+            "" if name in found else f"no {name} runsc here: forkyard setup{' --newest' * (name == 'newest')}"
+        )
+        if os.geteuid() != 0:
+            why = "needs root"
+        marks = [pytest.mark.root, pytest.mark.slow, pytest.mark.xdist_group(name)]
+        if name == "newest":
+            marks.append(pytest.mark.newest)
+        if why:
+            marks.append(pytest.mark.skip(reason=why))
+        params.append(pytest.param(Kind(name, found.get(name), why), id=f"gvisor-{name}", marks=marks))
+    return params
+
+
+@dataclass
+class Home:
+    """A yard's home with the template ``base`` in it."""
+
+    kind: Kind
+    path: Path
+    settings: Settings
+    disks: Callable[[], Any] = field(repr=False, default=lambda: None)
+
+    @property
+    def short(self) -> Path:
+        return short(self.path)
+
+    async def make_base(self) -> None:
+        """Fill it once."""
+        if (self.path / "templates" / "base.json").exists():
+            return
+        source = self.path / "root"
+        write_root(source, programs=self.kind.real)
+        disks = self.disks()
+        await disks.open()
+        await disks.import_layer("base", source)
+        await disks.close(unmount=False)
+        shutil.rmtree(source)
+        (self.path / "templates").mkdir(exist_ok=True)
+        doc = TemplateDoc(name="base", key="test", layers=["base"], user="user", workdir="/home/user")
+        Templates(_Where(self.path)).put(doc)  # type: ignore[arg-type]
+        if not self.kind.real:
+            self._give_home()
+
+    def _give_home(self) -> None:
+        """The fake's base: its user owns its home, which no file system without root can say."""
+        from forkyard.engines.fake.tree import Tree
+
+        tree = Tree(self.path / "store/layers/base", {})
+        tree.set("/home/user", uid=1000, gid=1000)
+        tree.flush()
+
+    def leftovers(self) -> list[str]:
+        """What a yard without sandboxes and snapshots should not have."""
+        left = [f"box {path}" for path in (self.path / "boxes").iterdir()]
+        store = self.path / "store"
+        layers = {path.name.removesuffix(".json") for path in (store / "layers").iterdir()} - {"base"}
+        left += [f"layer {name}" for name in layers]
+        left += [f"store box {path}" for path in (store / "boxes").iterdir()]
+        images = self.path / "images"
+        left += [f"image {p.name}" for p in images.iterdir() if not p.name.startswith(("warm-", "."))]
+        left += [f"mount {path}" for path in mounts.mounts_below(self.path / "boxes")]
+        left += [f"toy machine {m.directory}" for m in WORLD.machines.values() if self._holds(m.directory)]
+        return left + [f"process {pid}: {line}" for pid, line in _processes(self)]
+
+    def _holds(self, directory: Path) -> bool:
+        return directory.is_relative_to(self.path) or directory.is_relative_to(self.short)
+
+
+@dataclass
+class _Where:
+    home: Path
+
+
+def _processes(home: Home) -> list[tuple[int, str]]:
+    found = []
+    marks = (f"{home.path}/".encode(), f"{home.short}/".encode())
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{entry.name}/cmdline", "rb") as file:
+                line = file.read()
+                if any(mark in line for mark in marks):
+                    found.append((int(entry.name), line.replace(b"\0", b" ").decode()[:200]))
+    return found
+
+
+@contextlib.contextmanager
+def new_home(kind: Kind, **settings: Any) -> Iterator[Home]:
+    """A home of its own; afterwards nothing of it is left on the host."""
+    path = Path(os.path.realpath(tempfile.mkdtemp(prefix="fy-", dir="/tmp")))
+    # Nothing of the machine's own configuration may reach a test.
+    base = load({"home": str(path)}, env={})
+    home = Home(kind, path, dataclasses.replace(base, **settings))
+    home.disks = (lambda: DiskStore(path, home.settings)) if kind.real else (lambda: CopyDisks(path))
+    try:
+        yield home
+    finally:
+        left = [str(target) for target in mounts.mounts_below(path) if target not in (path / "store",)]
+        left = [name for name in left if "engine/shared" not in name]
+        for target in reversed(mounts.mounts_below(path)):
+            mounts.unmount(target)
+        shutil.rmtree(path, ignore_errors=True)
+        if home.short != path:
+            home.short.unlink(missing_ok=True)
+        assert left == [], "mounts were left behind"
+
+
+class TestYard:
+    """An open yard, with keyword arguments in the place of request structs."""
+
+    __test__ = False
+
+    def __init__(self, yard: Yard, home: Home) -> None:
+        self.yard = yard
+        self.home = home
+        self.context = yard.context
+        self.engine = yard.context.engine
+        self.caller = rq.Caller(uid=0, pid=os.getpid(), start_time=process.start_time(os.getpid()))
+        self._requests = 0
+
+    def request_id(self) -> str:
+        self._requests += 1
+        return f"test-{self._requests}"
+
+    async def create(self, **arguments: Any) -> ty.SandboxInfo:
+        return await self.yard.create_sandbox(rq.CreateSandbox(**arguments), self.caller)
+
+    async def info(self, ref: str) -> ty.SandboxInfo:
+        return await self.yard.get_sandbox(rq.SandboxRequest(sandbox=ref), self.caller)
+
+    async def delete(self, ref: str) -> ty.SandboxInfo | None:
+        return await self.yard.delete_sandbox(rq.DeleteSandbox(sandbox=ref), self.caller)
+
+    async def shell(self, ref: str, command: str, **options: Any) -> ty.ExecResult:
+        stdin = options.pop("stream", None)
+        options.setdefault("request_id", self.request_id())
+        request = rq.Exec(sandbox=ref, command=command, **options)
+        return await self.yard.execs.run(request, self.caller, stdin)
+
+    async def exec(self, ref: str, *argv: str, **options: Any) -> ty.ExecResult:
+        request = rq.Exec(sandbox=ref, argv=list(argv), request_id=self.request_id(), **options)
+        return await self.yard.execs.run(request, self.caller)
+
+    async def out(self, ref: str, command: str, **options: Any) -> str:
+        """Stdout of a command that has to succeed, without the line's end."""
+        result = await self.shell(ref, command, **options)
+        assert result.exit_code == 0, (command, result)
+        return result.stdout.removesuffix("\n")
+
+    def spawn(self, ref: str, command: str, **options: Any) -> AsyncIterator[rq.StreamEvent]:
+        request = rq.Spawn(sandbox=ref, command=command, request_id=self.request_id(), **options)
+        return self.yard.execs.spawn(request, self.caller)
+
+    def attach(self, ref: str, pid: int, **options: Any) -> AsyncIterator[rq.StreamEvent]:
+        return self.yard.execs.attach(rq.Attach(sandbox=ref, pid=pid, **options), self.caller)
+
+    async def background(self, ref: str, command: str) -> int:
+        """Start a detached command; its pid."""
+        stream = self.spawn(ref, command, detach=True)
+        started = await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        return started.pid
+
+    async def write(self, ref: str, **files: bytes) -> None:
+        await self.yard.files.write_files(rq.WriteFiles(sandbox=ref, files=files), self.caller)
+
+    async def read(self, ref: str, path: str) -> bytes:
+        return (await self.yard.files.read_files(rq.ReadFiles(sandbox=ref, paths=[path]), self.caller))[path]
+
+    async def snapshot(self, ref: str, name: str | None = None, **options: Any) -> ty.SnapshotInfo:
+        return await self.yard.snapshot(rq.TakeSnapshot(sandbox=ref, name=name, **options), self.caller)
+
+    async def delete_snapshot(self, ref: str) -> None:
+        await self.yard.delete_snapshot(rq.DeleteSnapshot(snapshot=ref), self.caller)
+
+    async def fork(self, source: str, n: int = 1, **options: Any) -> ty.ForkResult:
+        return await self.yard.fork(rq.Fork(source=source, n=n, **options), self.caller)
+
+    async def checkpoint(self, ref: str, label: str | None = None, **options: Any) -> ty.CheckpointInfo:
+        return await self.yard.checkpoint(rq.TakeCheckpoint(sandbox=ref, label=label, **options), self.caller)
+
+    async def checkpoints(self, ref: str) -> list[ty.CheckpointInfo]:
+        return await self.yard.list_checkpoints(rq.SandboxRequest(sandbox=ref), self.caller)
+
+    async def rewind(self, ref: str, to: str | None = None) -> ty.SandboxInfo:
+        return await self.yard.rewind(rq.Rewind(sandbox=ref, to=to), self.caller)
+
+    async def stop(self, ref: str) -> ty.SandboxInfo:
+        return await self.yard.stop_sandbox(rq.StopSandbox(sandbox=ref), self.caller)
+
+    async def start(self, ref: str) -> ty.SandboxInfo:
+        return await self.yard.start_sandbox(rq.StartSandbox(sandbox=ref), self.caller)
+
+    async def count(self, ref: str, path: str) -> int:
+        """How far a counter is."""
+        return int((await self.read(ref, path)).strip() or 0)
+
+    async def counting(self, ref: str, path: str, above: int = 0) -> int:
+        """Wait until a counter is above a number; where it is then."""
+
+        async def look() -> int:
+            with contextlib.suppress(Exception):
+                found = await self.count(ref, path)
+                return found if found > above else 0
+            return 0
+
+        return await until(look, f"the counter in {path} is above {above}")
+
+    def references(self) -> dict[str, int]:
+        """How often each layer is held."""
+        return {layer: count for layer, count in self.yard.snapshots.holders.items() if count}
+
+    async def empty(self) -> None:
+        """Delete every sandbox and snapshot."""
+        for sandbox in self.context.sandboxes:
+            await self.delete(sandbox.id)
+        for doc in list(self.context.snapshots.values()):
+            await self.delete_snapshot(doc.id)
+
+    async def assert_clean(self) -> None:
+        """Nothing may be left once all is deleted: no record, no reference, nothing on the host."""
+        assert self.context.snapshots == {}
+        assert self.references() == {}
+        await until(lambda: not self.home.leftovers(), lambda: f"nothing is left: {self.home.leftovers()}")
+        groups = self.context.machines.cgroups
+        assert groups.names() == [], "control groups were left behind"
+        assert await self.context.catalog.sandboxes(SandboxDoc) == []
+
+
+async def until(
+    condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = DEADLINE_S
+) -> Any:
+    """Wait until ``condition()`` (or what it awaits) is true, and return that."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                found = condition()
+                if asyncio.iscoroutine(found):
+                    found = await found
+                if found:
+                    return found
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout_s} s: {what() if callable(what) else what}") from None
+
+
+@contextlib.asynccontextmanager
+async def opened(home: Home, engine: Engine | None = None) -> AsyncIterator[TestYard]:
+    """The yard of a home."""
+    await home.make_base()
+    runs = engine or await home.kind.engine(home.short)
+    async with open_yard(home.settings, engine=runs, disks=home.disks()) as yard:
+        yield TestYard(yard, home)
