@@ -80,8 +80,19 @@ class Engine(Protocol):
         """Start the agent on ``spec.rootfs`` with fresh memory."""
         ...
 
-    async def restore(self, spec: MachineSpec, image: Path) -> Machine:
+    async def prepare(self, spec: MachineSpec) -> Any | None:
+        """Do ahead what a restore on ``spec`` needs whatever the image; None if that is nothing.
+        Ended by :meth:`restore` or :meth:`discard`."""
+        ...
+
+    async def discard(self, prepared: Any) -> None:
+        """End what :meth:`prepare` made."""
+        ...
+
+    async def restore(self, spec: MachineSpec, image: Path, prepared: Any | None = None) -> Machine:
         """Start a machine from the image in ``image`` on ``spec.rootfs``.
+
+        ``prepared`` is what :meth:`prepare` made for this spec; whatever happens, it is used up.
 
         Raises:
             UnsupportedError: the image was made by something this engine cannot restore.

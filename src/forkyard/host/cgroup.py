@@ -131,9 +131,15 @@ class Cgroups:
         return _V1Box(name, dirs) if self.version == 1 else _V2Box(name, dirs)
 
     def create(
-        self, name: str, *, mem_mb: int, mem_reserve_mb: int, cpus: float | None, pids: int | None
+        self,
+        name: str,
+        *,
+        mem_mb: int | None = None,
+        mem_reserve_mb: int | None = None,
+        cpus: float | None = None,
+        pids: int | None = None,
     ) -> CgroupBox:
-        """Make a group with its limits; if that fails, nothing is left.
+        """Make a group with the limits that are given; if that fails, nothing is left.
 
         Raises:
             UnsupportedError: no control groups here (see ``reason``).

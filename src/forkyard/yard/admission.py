@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from forkyard.errors import CapacityError
+from forkyard.host.memory import memory_mb
 
 ENGINE_MB = 15
 COLD_BOOT_MB = 40
@@ -117,16 +118,3 @@ class Admission:
             else "stop sandboxes or pass wait_s=",
             retryable=True,
         )
-
-
-def memory_mb() -> tuple[float, float]:
-    """The host's total and available memory, in MiB."""
-    total = available = 0.0
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemTotal:"):
-                total = int(line.split()[1]) / 1024
-            elif line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) / 1024
-                break
-    return total, available

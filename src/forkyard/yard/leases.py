@@ -24,6 +24,8 @@ log = logging.getLogger("forkyard.yard")
 
 TICK_S = 1.0
 MEASURE_S = 5.0
+# A yard in which nothing runs keeps nothing made ahead for longer than this.
+UNUSED_S = 3.0
 # A sandbox is idle while its own processes use less than this share of one CPU.
 IDLE_CPU = 0.01
 
@@ -91,8 +93,13 @@ class Leases:
 
     async def run(self) -> None:
         """Check expiry and idleness until cancelled."""
+        unused_s = 0.0
         while True:
             now = boot_clock()
+            used = any(sandbox.box or sandbox.doc.state == "creating" for sandbox in self.context.sandboxes)
+            unused_s = 0.0 if used else unused_s + TICK_S
+            if unused_s >= UNUSED_S:
+                await self.context.machines.spares.drop_all()
             for sandbox in self.context.sandboxes:
                 doc = sandbox.doc
                 if doc.deadline is not None and now >= doc.deadline:

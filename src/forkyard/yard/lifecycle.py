@@ -148,7 +148,9 @@ class Lifecycle:
         image = plan.image_path(self.context)
         if image is not None:
             self.context.images.verify_quick(image.name)
-        started = await self.context.machines.start(Start(doc.layers, plan.limits, who, plan.agent, image))
+        started = await self.context.machines.start(
+            Start(doc.layers, plan.limits, who, plan.agent, image, plan.again)
+        )
         self.bind(sandbox, started)
         if started.layers != doc.layers:
             # Its disk goes on with a copy of the top layer: that one is not below it.
@@ -316,6 +318,7 @@ class Lifecycle:
             image=source.image,
             image_bytes=source.memory_bytes if source.image else None,
             start_from=source,
+            again=source.kind == "checkpoint",
         )
         old_box, old_layers = sandbox.box, doc.layers
         doc.layers = list(source.layers)

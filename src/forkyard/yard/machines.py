@@ -23,10 +23,12 @@ from forkyard.errors import ConflictError, DeadlineError, ForkyardError, Interna
 from forkyard.guest import Guest, Identity
 from forkyard.host.cgroup import CgroupBox, Cgroups
 from forkyard.host.files import rmtree
-from forkyard.store.disks import DiskStore
+from forkyard.host.memory import memory_mb
+from forkyard.store.disks import BoxDisk, DiskStore
 from forkyard.store.images import Images
 from forkyard.yard import names
 from forkyard.yard.background import Services, finish, insist
+from forkyard.yard.spares import Key, Spares
 
 log = logging.getLogger("forkyard.yard")
 
@@ -57,13 +59,44 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What to start: read-only ``layers`` (top first), and the memory in ``image`` unless None."""
+    """What to start: read-only ``layers`` (top first), and the memory in ``image`` unless None.
+
+    ``again`` says that more starts of this kind are likely.
+    """
 
     layers: list[str]
     limits: Limits
     identity: Identity
     agent: str
     image: Path | None = None
+    again: bool = False
+
+    @property
+    def kind(self) -> Key:
+        """All that a place made ahead depends on."""
+        limits = self.limits
+        shape = limits.shape_mem_mb, limits.shape_disk_mb, limits.processes
+        return tuple(self.layers), self.agent, *shape
+
+
+@dataclass(slots=True)
+class Site:
+    """The place of a machine on the host; ``prepared`` is the engine's, if it was made ahead."""
+
+    id: str
+    cgroup: CgroupBox | None
+    disk: BoxDisk
+    spec: MachineSpec
+    prepared: Any = None
+
+    @property
+    def layers(self) -> list[str]:
+        return list(self.disk.layers)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is still fit for use."""
+        return self.spec.rootfs.is_dir() and (self.cgroup is None or bool(self.cgroup.pids()))
 
 
 @dataclass(slots=True)
@@ -117,6 +150,7 @@ class Machines:
         self.cgroups = cgroups
         self.tg = tg
         self.on_death: Callable[[str], None] = lambda box_id: None
+        self.spares: Spares[Site] = Spares(self._make_spare, self._drop_spare, self._room_for_spare)
         # Restores are CPU-bound: more at a time than this only makes each of them slower.
         self.slots = asyncio.Semaphore(max(2, 2 * (os.cpu_count() or 2)))
 
@@ -133,36 +167,101 @@ class Machines:
             CapacityError, CorruptSnapshotError, UnsupportedError, InternalError: see
                 :class:`forkyard.engines.base.Engine`; nothing is left behind.
         """
-        async with self.slots:
-            begun = time.perf_counter()
-            box_id = names.box_id()
-            async with _Undo(self.tg) as undo:
-                marks: dict[str, float] = {}
-                cgroup = await self._make_cgroup(undo, box_id, start.limits)
-                marks["cgroup"] = time.perf_counter()
-                undo.push(self.disks.remove_box, box_id)
-                disk = await self.disks.create_box(box_id, start.layers, start.limits.disk_mb)
-                marks["disk"] = time.perf_counter()
-                spec = self._spec(box_id, disk.rootfs, start, cgroup)
-                if start.image is None:
-                    machine = await self.engine.boot(spec)
-                else:
-                    machine = await self.engine.restore(spec, start.image)
-                undo.push(self.engine.kill, machine)
-                marks["engine"] = time.perf_counter()
-                guest = Guest(machine.to_guest, machine.from_guest, box=box_id)
-                undo.push(guest.close)
-                await self._hear(machine, guest)
-                await guest.identify(start.identity)
-                marks["agent"] = time.perf_counter()
-                box = Box(box_id, machine, guest, cgroup, list(disk.layers))
-                undo.keep()
-            last = begun
-            for name, mark in marks.items():
-                box.steps_ms[name] = (mark - last) * 1e3
-                last = mark
-            box.start_ms = (last - begun) * 1e3
-            return box
+        with self.spares.starting():
+            async with self.slots:
+                box = await self._start(start)
+        if start.again:
+            self.spares.want(start.kind)
+        return box
+
+    async def _start(self, start: Start) -> Box:
+        begun = time.perf_counter()
+        spare = await self.spares.take(start.kind) if start.image is not None else None
+        async with _Undo(self.tg) as undo:
+            marks: dict[str, float] = {}
+            if spare is not None and spare.alive:
+                undo.push(self._clear, spare)
+                site = spare
+                await self.disks.set_limit(site.id, start.limits.disk_mb, site.disk.layers)
+            else:
+                if spare is not None:
+                    await self._drop_spare(spare)
+                site = await self._lay_out(undo, start)
+            marks["site"] = time.perf_counter()
+            if start.image is None:
+                machine = await self.engine.boot(site.spec)
+            else:
+                machine = await self.engine.restore(site.spec, start.image, site.prepared)
+            undo.push(self.engine.kill, machine)
+            marks["engine"] = time.perf_counter()
+            guest = Guest(machine.to_guest, machine.from_guest, box=site.id)
+            undo.push(guest.close)
+            await self._hear(machine, guest)
+            await guest.identify(start.identity)
+            if site.cgroup is not None:
+                # Only now: the quota would make the start itself wait for its next period.
+                self._limit(site.cgroup, start.limits)
+            marks["agent"] = time.perf_counter()
+            box = Box(site.id, machine, guest, site.cgroup, site.layers)
+            undo.keep()
+        last = begun
+        for name, mark in marks.items():
+            box.steps_ms[name] = (mark - last) * 1e3
+            last = mark
+        box.start_ms = (last - begun) * 1e3
+        return box
+
+    async def _lay_out(self, undo: _Undo, start: Start) -> Site:
+        """Make the place for a machine: a cgroup without limits yet, and a disk."""
+        box_id = names.box_id()
+        cgroup = None
+        if self.cgroups.available:
+            cgroup = self.cgroups.create(box_id)
+            undo.push(cgroup.delete)
+        undo.push(self.disks.remove_box, box_id)
+        disk = await self.disks.create_box(box_id, start.layers, start.limits.disk_mb)
+        return Site(box_id, cgroup, disk, self._spec(box_id, disk.rootfs, start, cgroup))
+
+    @staticmethod
+    def _limit(cgroup: CgroupBox, limits: Limits) -> None:
+        cgroup.update(
+            mem_mb=limits.mem_mb,
+            mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
+            cpus=limits.cpus,
+            # Host processes per guest process, plus the sentry's own threads.
+            pids=4 * limits.processes + 400,
+        )
+
+    def expect(self, layers: list[str], agent: str, limits: Limits) -> None:
+        """Make a place ahead for a start from an image on these layers."""
+        nobody = identity("spare", "", generation=0)
+        self.spares.want(Start(layers, limits, nobody, agent).kind)
+
+    # -- places made ahead -------------------------------------------------------------
+
+    async def _make_spare(self, key: Key) -> Site | None:
+        layers, agent, mem_mb, disk_mb, processes = key
+        limits = Limits(0, mem_mb, disk_mb, mem_mb, disk_mb, processes)
+        start = Start(list(layers), limits, identity("spare", "", generation=0), agent)
+        async with _Undo(self.tg) as undo:
+            site = await self._lay_out(undo, start)
+            site.prepared = await self.engine.prepare(site.spec)
+            if site.prepared is None:
+                return None
+            undo.keep()
+        return site
+
+    async def _drop_spare(self, site: Site) -> None:
+        await _within(self.engine.discard(site.prepared))
+        await self._clear(site)
+
+    async def _clear(self, site: Site) -> None:
+        """Remove a place whose processes are gone."""
+        await self.remove(site.id)
+
+    def _room_for_spare(self) -> bool:
+        total, available = memory_mb()
+        return available > total / 8
 
     async def end(self, box: Box) -> None:
         """Kill a box and remove all of it. Idempotent; every step is tried whatever fails."""
@@ -330,20 +429,6 @@ class Machines:
             processes=limits.processes,
             wrap=cgroup.join_argv if cgroup else list,
         )
-
-    async def _make_cgroup(self, undo: _Undo, box_id: str, limits: Limits) -> CgroupBox | None:
-        if not self.cgroups.available:
-            return None
-        cgroup = self.cgroups.create(
-            box_id,
-            mem_mb=limits.mem_mb,
-            mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
-            cpus=limits.cpus,
-            # Host processes per guest process, plus the sentry's own threads.
-            pids=4 * limits.processes + 400,
-        )
-        undo.push(cgroup.delete)
-        return cgroup
 
 
 class _Undo:

@@ -16,7 +16,6 @@ from forkyard.audit import AuditLog
 from forkyard.config import Settings, short
 from forkyard.engines import open_engine
 from forkyard.engines.base import Engine
-from forkyard.engines.base import Engine
 from forkyard.errors import (
     ConflictError,
     DeadlineError,
@@ -405,6 +404,7 @@ async def open_yard(
         await yard.execs.recover()
         tg.create_task(yard.leases.run())
         tg.create_task(yard.replies.prune())
+        tg.create_task(machines.spares.run())
         process.Reaper().start(tg)
         disks.start(tg)
         images.start(tg)
@@ -413,6 +413,7 @@ async def open_yard(
         finally:
             yard.leases.close()
             await yard.execs.close()
+            await machines.spares.drop_all()
 
 
 async def _leave_host(sandboxes: Sandboxes, engine: Engine, cgroups: Cgroups, disks: DiskStore) -> None:

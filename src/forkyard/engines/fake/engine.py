@@ -55,7 +55,13 @@ class Fake:
     async def boot(self, spec: MachineSpec) -> Machine:
         return await self._start(spec, lambda: (State(), AgentState()))
 
-    async def restore(self, spec: MachineSpec, image: Path) -> Machine:
+    async def prepare(self, spec: MachineSpec) -> None:
+        return None
+
+    async def discard(self, prepared: None) -> None:
+        return None
+
+    async def restore(self, spec: MachineSpec, image: Path, prepared: None = None) -> Machine:
         return await self._start(spec, lambda: self._load(image))
 
     async def _start(self, spec: MachineSpec, load: Callable[[], tuple[State, AgentState]]) -> Machine:

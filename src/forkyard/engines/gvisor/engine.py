@@ -51,20 +51,45 @@ class GVisor:
         return f"gvisor/{self.runsc.version}/{self.runsc.digest}/{self.platform}/{_cpu_flags()}"
 
     async def boot(self, spec: MachineSpec) -> Machine:
-        async with _Bundle(self, spec) as bundle:
+        bundle = await _Bundle(self, spec).open()
+        try:
             await bundle.runsc("run", "-detach")
             return bundle.machine()
+        except BaseException:
+            await bundle.abandon()
+            raise
 
-    async def restore(self, spec: MachineSpec, image: Path) -> Machine:
-        async with _Bundle(self, spec) as bundle:
-            with contextlib.ExitStack() as files:
+    async def prepare(self, spec: MachineSpec) -> _Bundle:
+        bundle = await _Bundle(self, spec).open()
+        try:
+            await bundle.runsc("create")
+        except BaseException:
+            await bundle.abandon()
+            raise
+        return bundle
+
+    async def discard(self, prepared: _Bundle) -> None:
+        await prepared.abandon()
+
+    async def restore(self, spec: MachineSpec, image: Path, prepared: _Bundle | None = None) -> Machine:
+        with contextlib.ExitStack() as files:
+            try:
                 fds = [_open(files, image / name, os.O_RDONLY) for name in IMAGE_FILES]
-                await bundle.runsc("create")
-                try:
-                    await control.restore(_socket(spec), fds, describe_loopback=self.runsc.validates_specs)
-                except (control.ControlError, OSError) as error:
-                    raise _restore_error(error, image, bundle.stderr()) from error
-            return bundle.machine()
+                bundle = prepared or await self.prepare(spec)
+            except BaseException:
+                if prepared is not None:
+                    await prepared.abandon()
+                raise
+            try:
+                await control.restore(_socket(spec), fds, describe_loopback=self.runsc.validates_specs)
+                return bundle.machine()
+            except (control.ControlError, OSError) as error:
+                said = bundle.stderr()
+                await bundle.abandon()
+                raise _restore_error(error, image, said) from error
+            except BaseException:
+                await bundle.abandon()
+                raise
 
     async def pause(self, machine: Machine) -> None:
         await control.pause(_socket(machine.spec))
@@ -140,7 +165,16 @@ class _Bundle:
         self.spec = spec
         self._stdio = [-1, -1]
 
-    async def __aenter__(self) -> _Bundle:
+    async def open(self) -> _Bundle:
+        """Make the files."""
+        try:
+            self._make()
+        except BaseException:
+            await self.abandon()
+            raise
+        return self
+
+    def _make(self) -> None:
         directory = self.spec.dir
         for name in ("st", "fs", *(f"fs/{name}" for name in DISK_BACKED)):
             (directory / name).mkdir(mode=0o700, exist_ok=True)
@@ -150,14 +184,16 @@ class _Bundle:
             # through /proc/1/fd/0, which shows the FIFO with its mode.
             os.mkfifo(directory / name, 0o600)
             self._stdio[index] = os.open(directory / name, os.O_RDWR | os.O_CLOEXEC)
-        return self
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        for fd in self._stdio:
+    def _close_stdio(self) -> None:
+        for index, fd in enumerate(self._stdio):
             if fd >= 0:
                 os.close(fd)
-        if error is None:
-            return
+            self._stdio[index] = -1
+
+    async def abandon(self) -> None:
+        """End whatever was started, and remove the files."""
+        self._close_stdio()
         await _end_all(self.spec.dir)
         for name in ("in", "out", "pid", "config.json", "stderr"):
             (self.spec.dir / name).unlink(missing_ok=True)
@@ -196,6 +232,8 @@ class _Bundle:
         return ""
 
     def machine(self) -> Machine:
+        """The machine that runs now."""
+        self._close_stdio()
         pid = int((self.spec.dir / "pid").read_text())
         start = process.start_time(pid)
         if start is None:
