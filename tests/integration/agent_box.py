@@ -48,11 +48,9 @@ def write_rootfs(root: Path) -> None:
 class Box:
     """One sandbox of runsc; :meth:`close` leaves nothing behind."""
 
-    def __init__(
-        self, runsc: str, agent: Path, dir: Path, *, platform: str = "systrap", nproc: int = 0
-    ) -> None:
+    def __init__(self, runsc: str, agent: Path, dir: Path, *, platform: str = "systrap") -> None:
         self.runsc, self.dir, self.platform = runsc, dir, platform
-        self.nproc = nproc
+        self.nproc = 0
         self.agent = agent
         self.pid = 0
         self.fds: tuple[int, int] = (-1, -1)
@@ -63,13 +61,14 @@ class Box:
             "--overlay2=none", "--ignore-cgroups", "--host-uds=none",
         ]  # fmt: skip
 
-    def start(self, *, root: Path | None = None, image: Path | None = None) -> None:
+    def start(self, *, root: Path | None = None, image: Path | None = None, nproc: int = 0) -> None:
+        self.nproc = nproc
         rootfs = root or self.dir / "rootfs"
         if root is None:
             write_rootfs(rootfs)
+            shutil.copy(self.agent, rootfs / ".forkyard/agent")
         else:
             self.dir.mkdir(parents=True, exist_ok=True)
-        shutil.copy(self.agent, rootfs / ".forkyard/agent")
         caps = [f"CAP_{c}" for c in KEEP]
         limits = [{"type": "RLIMIT_NPROC", "hard": self.nproc, "soft": self.nproc}] if self.nproc else []
         spec = {
@@ -87,6 +86,7 @@ class Box:
             "mounts": [
                 {"destination": "/proc", "type": "proc", "source": "proc"},
                 {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
+                {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs"},
                 {"destination": "/usr", "type": "bind", "source": "/usr", "options": ["ro", "rbind"]},
             ],
             "linux": {"namespaces": [{"type": t} for t in ("pid", "ipc", "uts", "mount", "network")]},
@@ -126,14 +126,21 @@ class Box:
         return {f.name: f.stat().st_size for f in image.iterdir()}
 
     def close(self) -> None:
+        died = ""
         if self.pid:
-            handle = os.pidfd_open(self.pid)
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-            select.select([handle], [], [], 10)
-            os.close(handle)
+            try:
+                handle = os.pidfd_open(self.pid)
+            except ProcessLookupError:
+                died = (self.dir / "stderr").read_text()[-3000:] or "without a word"
+            else:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [], 10)
+                os.close(handle)
         for fd in self.fds:
             if fd >= 0:
                 os.close(fd)
         self.pid, self.fds = 0, (-1, -1)
         if (self.dir / "st/null-netns").exists():  # newer builds share an empty network namespace
             subprocess.run(["umount", "-l", str(self.dir / "st/null-netns")], capture_output=True)
+        if died:
+            raise RuntimeError(f"the sandbox died on its own: {died}")

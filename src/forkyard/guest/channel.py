@@ -58,6 +58,7 @@ class Channel:
         self._decoder = Decoder()
         self._out: deque[memoryview] = deque()
         self._out_bytes = 0
+        self._later: list[bytes] | None = None  # frames held back while the wire is quiet
         self._writing = False
         self._room = asyncio.Event()
         self._room.set()
@@ -152,6 +153,7 @@ class Channel:
         # A frame that is half written has to be left half written: the zeros end it.
         self._out.clear()
         self._out_bytes = 0
+        self._later = None
         self._room.set()
         hello = self._hello = self._loop.create_future()
         self.send(encode_attach(self.epoch, nonce))
@@ -181,6 +183,10 @@ class Channel:
     def send(self, *frames: bytes) -> None:
         """Queue frames; they leave in this order, at once where the pipe has room."""
         self._check()
+        if self._later is not None:
+            self._later.extend(frames)
+            self._room.clear()
+            return
         for frame in frames:
             self._out.append(memoryview(frame))
             self._out_bytes += len(frame)
@@ -217,7 +223,7 @@ class Channel:
             if self._writing:
                 self._loop.remove_writer(self._to)
                 self._writing = False
-        if self._out_bytes <= BACKLOG_BYTES // 2:
+        if self._out_bytes <= BACKLOG_BYTES // 2 and self._later is None:
             self._room.set()
 
     # ---- in
@@ -327,11 +333,13 @@ class Channel:
         return time.perf_counter() - started
 
     async def quiesce(self, timeout_s: float, *, sync: bool) -> bool:
-        """Ask the agent to fall silent; whether it said so in time."""
+        """Ask the agent to fall silent, and fall silent too; whether it said so in time."""
         self._check()
         assert self._loop is not None
         future = self._quiesced = self._loop.create_future()
         self.send(encode(Type.QUIESCE, 0, self.epoch, b"\1" if sync else b"\0"))
+        if self._later is None:
+            self._later = []
         try:
             async with asyncio.timeout(timeout_s):
                 await future
@@ -342,5 +350,9 @@ class Channel:
             self._quiesced = None
 
     def unquiesce(self) -> None:
+        """Also the frame that makes gVisor look at input which a save found in the pipe."""
+        later, self._later = self._later or [], None
         with contextlib.suppress(ForkyardError):
-            self.send(encode(Type.UNQUIESCE, 0, self.epoch))
+            self.send(encode(Type.UNQUIESCE, 0, self.epoch), *later)
+            if self._out_bytes <= BACKLOG_BYTES // 2:
+                self._room.set()

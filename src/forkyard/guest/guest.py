@@ -185,10 +185,12 @@ class Guest(GuestFiles):
         return await self._channel.ping(timeout_s)
 
     async def quiesce(self, timeout_s: float = 0.25, *, sync: bool = False) -> bool:
-        """Ask the agent to send nothing more, until :meth:`unquiesce` or the next attach.
+        """Make the wire silent both ways, until :meth:`unquiesce` or the next :meth:`attach`.
 
-        True: it has, nothing of it is in the pipe. False: it did not answer in time, and a freeze
-        goes on regardless. ``sync`` makes it flush the guest's file systems first.
+        True: the agent is silent and nothing is in the pipes. Frames of ours wait meanwhile. False:
+        it did not answer in time, and a freeze goes on regardless. A save by gVisor takes what is in
+        the pipes out of them, so after one that was not quiet call :meth:`attach`, not
+        :meth:`unquiesce`. ``sync`` makes the agent flush the guest's file systems first.
         """
         return await self._channel.quiesce(timeout_s, sync=sync)
 
