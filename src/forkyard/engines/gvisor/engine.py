@@ -334,9 +334,22 @@ def _save_error(error: control.ControlError, box: str) -> Exception:
 
 def _restore_error(error: Exception, image: Path, stderr: str) -> Exception:
     text = f"{error} {stderr}".strip()
-    damaged = ("hash mismatch", "unreachable", "EOF", "header", "statefile cannot be empty")
+    # The last one: its decoder panicked over what it read.
+    damaged = (
+        "hash mismatch",
+        "unreachable",
+        "EOF",
+        "header",
+        "statefile cannot be empty",
+        "decoding",
+        "goroutine",
+    )
     if any(word in text for word in damaged):
-        return CorruptSnapshotError(f"the memory image {image.name} is damaged: {text}")
+        return CorruptSnapshotError(f"the memory image {image.name} is damaged: {text[:300]}")
+    if isinstance(error, ConnectionResetError):
+        return CorruptSnapshotError(
+            f"the memory image {image.name} cannot be read back: the sandbox's kernel ended over it {stderr}"
+        )
     if "version does not match" in text:
         return UnsupportedError(f"the memory image {image.name} was made by another runsc: {text}")
     return InternalError(f"restoring {image.name} failed: {text}")
