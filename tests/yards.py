@@ -96,6 +96,8 @@ class Home:
         """Fill it once."""
         if (self.path / "templates" / "base.json").exists():
             return
+        for name in ("boxes", "images"):
+            (self.path / name).mkdir()
         source = self.path / "root"
         write_root(source, programs=self.kind.real)
         disks = self.disks()
