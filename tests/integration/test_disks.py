@@ -286,47 +286,6 @@ async def test_reopen_remount_and_strays(store):
     assert store.stray(["bx1"], [base]) == []
 
 
-def _shown(root: Path) -> dict[str, str]:
-    shown = {}
-    for directory, names, files in os.walk(root):
-        for name in names + files:
-            path = Path(directory) / name
-            info = path.lstat()
-            content = path.read_text() if stat.S_ISREG(info.st_mode) else ""
-            kind = f"{info.st_mode:o} {info.st_uid} {info.st_nlink if content else 0} {content}"
-            shown[str(path.relative_to(root))] = kind
-    return shown
-
-
-_STEPS = [
-    "rm gone; rm -rf opq; mkdir opq; echo 2 > opq/new; mkdir -p own/deep; echo a > own/deep/f; echo > own/g",
-    "rm own/g; rm -rf own/deep; echo x > etc/hostname; ln etc/hostname etc/alias; ln -s nowhere sym",
-    "echo back > gone; rm -rf etc; echo 'a file' > etc; mkdir own/deep; mkfifo own/pipe; chmod 600 own/pipe",
-    "rm etc; mkdir etc; echo again > etc/hostname; rm -rf opq; chown 5:6 own; rm gone",
-    "rm -rf own; touch opq; rm opq; mkdir -p opq/sub; echo 3 > opq/sub/f",
-]
-
-
-@pytest.mark.parametrize("first", [1, 3, 5])
-async def test_a_flattened_chain_shows_the_same(store, first):
-    chain = [await _base(store)]
-    for n, step in enumerate(_STEPS):
-        box = await store.create_box(f"bx{n}", chain, 100)
-        _sh(step, box.rootfs)
-        await store.seal(f"bx{n}", f"l{n}")
-        chain = [f"l{n}", *box.layers]
-        expected = _shown(box.rootfs)
-        await store.remove_box(f"bx{n}")
-    for top in (0, 1):
-        merged, rest = chain[top : top + first], chain[top + first :]
-        if not rest:
-            merged, rest = chain[top:], []
-        await store.flatten(merged, f"flat{top}", rest)
-        box = await store.create_box("flat", [*chain[:top], f"flat{top}", *rest], 100)
-        assert _shown(box.rootfs) == expected
-        await store.remove_box("flat")
-
-
 async def test_the_store_grows_in_reserved_steps(tmp_home):
     store = DiskStore(tmp_home, _Settings(store_gb=9))
     await store.open()
@@ -448,17 +407,15 @@ async def test_no_two_files_of_a_chain_have_one_number(tmp_home):
             chain = [f"l{n}", *box.layers]
             await store.remove_box(f"bx{n}")
         assert len(chain) > 3
-        await store.flatten(chain[:2], "flat", chain[2:])
-        for layers in (chain, ["flat", *chain[2:]]):
-            box = await store.create_box("bx", layers, 100)
-            for k in range(30):
-                (box.rootfs / f"new{k}").write_text("x")
-            seen: dict[int, str] = {}
-            for path in box.rootfs.rglob("*"):
-                if path.is_file():
-                    assert seen.setdefault(path.stat().st_ino, path.name) == path.name
-            assert len(seen) == 2 + 1 + 40 + 90 + 30
-            await store.remove_box("bx")
+        box = await store.create_box("bx", chain, 100)
+        for k in range(30):
+            (box.rootfs / f"new{k}").write_text("x")
+        seen: dict[int, str] = {}
+        for path in box.rootfs.rglob("*"):
+            if path.is_file():
+                assert seen.setdefault(path.stat().st_ino, path.name) == path.name
+        assert len(seen) == 2 + 1 + 40 + 90 + 30
+        await store.remove_box("bx")
     finally:
         await store.sweep([], [])
         await store.close()

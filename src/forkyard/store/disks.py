@@ -24,7 +24,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +33,13 @@ from typing import Any, Literal, Protocol, TypeVar
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnsupportedError
 from forkyard.host import files, mounts
 from forkyard.host.process import TaskStarter
+from forkyard.store import overlay
 from forkyard.store.backend import Backend, BtrfsBackend, PlainBackend
 from forkyard.store.btrfs import Volume, is_btrfs
+from forkyard.store.changed import Changed, changed_since
 from forkyard.store.layers import Layers, Source, inherit
 from forkyard.store.loopfile import GIB, LoopFile
+from forkyard.store.overlay import Difference, Layer, Unreadable
 from forkyard.store.spares import Spares
 
 __all__ = ["BoxDisk", "DiskStore", "Space", "Stray"]
@@ -456,11 +459,60 @@ class DiskStore:
         """
         await self._thread(self.layers.reference, layer, path)
 
-    async def flatten(self, layers: list[str], into: str, below: list[str] | None = None) -> None:
-        """Merge ``layers`` (top first) into one new layer that shows the same above ``below``."""
-        if not await self._have_room(_FLOOR):
-            raise self._full()
-        await self._thread(self.layers.flatten, layers, into, below or [])
+    async def compare(
+        self,
+        new: Sequence[str],
+        old: Sequence[str],
+        take: Callable[[Iterator[Difference]], T],
+        *,
+        box: str | None = None,
+        leave_out: Callable[[str], bool] = lambda path: False,
+        unreadable: Unreadable | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """What ``take`` makes, in a thread, of the differences between two stacks of layers (top first).
+
+        Args:
+            box: The box whose seal is the top of ``new``, if one is.
+            leave_out, unreadable, stop: See :func:`forkyard.store.overlay.compare`.
+
+        Raises:
+            NotFoundError, CorruptSnapshotError: a layer is gone. InterruptedError: ``stop`` said so.
+        """
+
+        def work() -> T:
+            with contextlib.ExitStack() as stack:
+                opened: dict[str, Layer] = {}
+                for name in (*new, *old):
+                    if name not in opened:
+                        local = self.layers.volume(name) is not None
+                        opened[name] = Layer(self.layers.path(name), local=local)
+                        stack.callback(opened[name].close)
+                changed = self._changed(new, old, box)
+                return take(
+                    overlay.compare(
+                        [opened[name] for name in new],
+                        [opened[name] for name in old],
+                        changed=changed,
+                        leave_out=leave_out,
+                        unreadable=unreadable,
+                        stop=stop,
+                    )
+                )
+
+        return await self._thread(work)
+
+    def _changed(self, new: Sequence[str], old: Sequence[str], box: str | None) -> Changed | None:
+        """What btrfs knows of the difference, where only the top layers differ."""
+        if self.kind != "btrfs" or not new or not old or list(new[1:]) != list(old[1:]):
+            return None
+        tops = self.layers.volume(new[0]), self.layers.volume(old[0])
+        if tops[0] is None or tops[1] is None or tops[0] == tops[1]:
+            return None
+        try:
+            return changed_since(tops[0], tops[1], () if box is None else (self._volume(box),))
+        except OSError:
+            return None  # the comparison then looks at everything
 
     async def drop_layer(self, layer: str) -> None:
         """Delete a layer; boxes that still have it mounted keep it until they go. Idempotent."""

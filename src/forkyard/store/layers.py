@@ -1,4 +1,4 @@
-"""Layers: sealed, imported, referenced, merged. Each is ``<layer>/up`` and a small record beside it."""
+"""Layers: sealed, imported, referenced. Each is ``<layer>/up`` and a small record beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 from forkyard.errors import ConflictError, CorruptSnapshotError, InternalError, NotFoundError
 from forkyard.host import files, process
 from forkyard.store.backend import Backend
-from forkyard.store.flatten import Merge
 
 __all__ = ["Layers", "Source", "inherit", "inherited"]
 
@@ -191,19 +190,6 @@ class Layers:
             raise NotFoundError(f"{path} is no directory that layer {layer} could stand for")
         self._check_new(layer)
         self._write_record(layer, {"ref": os.path.realpath(path), "private": False}, durable=True)
-
-    def flatten(self, layers: list[str], into: str, below: list[str]) -> None:
-        """Merge ``layers`` (top first) into the new layer ``into``."""
-        self._check_new(into)
-        paths = [self.path(layer) for layer in layers]
-        volume = self.tmp / f"flatten-{secrets.token_hex(8)}"
-        self._prepare(volume, layers[0])
-        try:
-            Merge(volume / "up", [self.path(layer) for layer in below]).apply(paths)
-            private = any(self.record(layer).get("private") for layer in layers)
-            self._finish(volume, into, {"private": private})
-        finally:
-            self.backend.delete(volume)
 
     # -- removing
 
