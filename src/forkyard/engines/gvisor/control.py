@@ -20,19 +20,16 @@ from forkyard.errors import InternalError
 MAX_REPLY = 1 << 20
 
 # What runsc itself sends for --network=none (boot.DefaultLoopbackLink).
-LOOPBACK = {
-    "LoopbackLinks": [
-        {
-            "Name": "lo",
-            "Addresses": [
-                {"Address": "127.0.0.1", "PrefixLen": 8},
-                {"Address": "::1", "PrefixLen": 128},
-            ],
-            "Routes": [{"Destination": {"IP": "127.0.0.0", "Mask": "/wAAAA=="}}],
-        }
-    ],
-    "IsRestore": True,
-}
+LOOPBACK = [
+    {
+        "Name": "lo",
+        "Addresses": [
+            {"Address": "127.0.0.1", "PrefixLen": 8},
+            {"Address": "::1", "PrefixLen": 128},
+        ],
+        "Routes": [{"Destination": {"IP": "127.0.0.0", "Mask": "/wAAAA=="}}],
+    }
+]
 
 
 class ControlError(InternalError):
@@ -40,7 +37,7 @@ class ControlError(InternalError):
 
 
 async def call(path: Path, method: str, arg: Any = None, files: Sequence[int] = ()) -> Any:
-    """Call ``containerManager.<method>`` on the sentry that listens at ``path``.
+    """Call ``<object>.<method>`` on the sentry that listens at ``path``.
 
     Args:
         path: The socket, at most 107 bytes long.
@@ -51,7 +48,7 @@ async def call(path: Path, method: str, arg: Any = None, files: Sequence[int] = 
         OSError: nothing listens, or the sentry died meanwhile.
     """
     loop = asyncio.get_running_loop()
-    request = json.dumps({"method": f"containerManager.{method}", "arg": arg}).encode()
+    request = json.dumps({"method": method, "arg": arg}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
         sock.setblocking(False)
         await loop.sock_connect(sock, str(path))
@@ -76,12 +73,12 @@ async def call(path: Path, method: str, arg: Any = None, files: Sequence[int] = 
 
 async def pause(path: Path) -> None:
     """Stop the guest."""
-    await call(path, "Pause")
+    await call(path, "containerManager.Pause")
 
 
 async def resume(path: Path) -> None:
     """Let the guest go on."""
-    await call(path, "Resume")
+    await call(path, "containerManager.Resume")
 
 
 async def checkpoint(path: Path, files: Sequence[int]) -> None:
@@ -96,11 +93,19 @@ async def checkpoint(path: Path, files: Sequence[int]) -> None:
         "MemoryFileSaveOpts": {"ExcludeCommittedZeroPages": False},
         "app_mf_exclude_committed_zero_pages": False,
     }
-    await call(path, "Checkpoint", arg, files)
+    await call(path, "containerManager.Checkpoint", arg, files)
 
 
-async def restore(path: Path, files: Sequence[int], *, describe_loopback: bool) -> None:
-    """Load an image into a created container and run it."""
-    if describe_loopback:
-        await call(path, "SetNetworkArgs", LOOPBACK)
-    await call(path, "Restore", {"HavePagesFile": True, "HaveDeviceFile": False}, files)
+async def restore(path: Path, files: Sequence[int], *, describes_network: bool) -> None:
+    """Load an image into a created container and run it.
+
+    Args:
+        describes_network: The build makes the loopback from a description while it restores; older
+            ones have it made first, and restore onto it. Without either there is no 127.0.0.1.
+    """
+    if describes_network:
+        network = {"LoopbackLinks": LOOPBACK, "IsRestore": True}
+        await call(path, "containerManager.SetNetworkArgs", network)
+    else:
+        await call(path, "Network.CreateLinksAndRoutes", {"LoopbackLinks": LOOPBACK})
+    await call(path, "containerManager.Restore", {"HavePagesFile": True, "HaveDeviceFile": False}, files)

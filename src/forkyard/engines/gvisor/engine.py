@@ -81,7 +81,7 @@ class GVisor:
                     await prepared.abandon()
                 raise
             try:
-                await control.restore(_socket(spec), fds, describe_loopback=self.runsc.validates_specs)
+                await control.restore(_socket(spec), fds, describes_network=self.runsc.validates_specs)
                 return bundle.machine()
             except (control.ControlError, OSError) as error:
                 said = bundle.stderr()
