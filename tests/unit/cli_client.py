@@ -102,6 +102,8 @@ class LocalProcess:
 
     def close_stdin(self) -> None:
         assert self._child.stdin is not None
+        if self._child.poll() is not None:
+            raise NotFoundError("the process has ended")
         self._child.stdin.close()
 
     def resize(self, rows: int, cols: int) -> None:

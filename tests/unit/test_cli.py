@@ -81,6 +81,9 @@ def test_exit_codes_and_hints(fy: Cli, client: MemoryClient, monkeypatch: pytest
 
     monkeypatch.setattr(client, "get_sandbox", fails(UnavailableError("no daemon\nanswers")))
     assert fy("info", "x") == (6, "", "forkyard: no daemon answers\n")
+    trace = "it died: critical | Traceback (most recent call last):\\n File x\\nOSError: odd"
+    monkeypatch.setattr(client, "get_sandbox", fails(UnavailableError(trace)))
+    assert fy("info", "x") == (6, "", "forkyard: it died: critical OSError: odd\n")
     monkeypatch.setattr(client, "get_sandbox", fails(SandboxLostError("it died", cause="guest")))
     assert fy("info", "x")[0] == 1
     monkeypatch.setattr(client, "get_sandbox", fails(KeyError("odd")))

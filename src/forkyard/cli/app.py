@@ -82,7 +82,13 @@ def exit_code(error: errors.ForkyardError) -> int:
 
 
 def report(message: str, hint: str = "") -> None:
-    """One line on stderr that says what failed, one that says what to do."""
+    """One line on stderr that says what failed, one that says what to do.
+
+    Of a traceback, which a daemon's log may have ended with, only the last line is shown.
+    """
+    before, found, trace = message.partition("Traceback (most recent call last)")
+    if found:
+        message = f"{before.rstrip(' |')} {trace.replace(chr(92) + 'n', chr(10)).strip().splitlines()[-1]}"
     text = f"forkyard: {' '.join(message.split())}\n"
     if hint:
         text += f"hint: {' '.join(hint.split())}\n"

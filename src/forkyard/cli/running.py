@@ -91,10 +91,8 @@ def exec_verb(
         app, sandbox, what,
         **given(timeout_s=timeout_s, user=user, cwd=cwd, env=dict(env), login=login or None))
     with Signals(process):
-        if no_stdin or not stdin_is_open():
-            process.close_stdin()
-        else:
-            threading.Thread(target=feed, args=(process,), name="stdin", daemon=True).start()
+        forward = not no_stdin and stdin_is_open()
+        threading.Thread(target=feed, args=(process, forward), name="stdin", daemon=True).start()
         for event in process.stream():
             if event.kind == "stdout" or event.kind == "stderr":
                 try:
@@ -152,10 +150,13 @@ def stdin_is_open() -> bool:
     return (mine.st_dev, mine.st_ino) != (null.st_dev, null.st_ino)
 
 
-def feed(process: Any) -> None:
-    """Forward stdin until it ends. Runs in a thread that nobody waits for: the command's end is ours."""
+def feed(process: Any, forward: bool) -> None:
+    """Forward stdin until it ends, or end the command's at once.
+
+    Runs in a thread that nobody waits for: the command's end is ours.
+    """
     try:
-        while data := read_stdin():
+        while forward and (data := read_stdin()):
             process.write(data)
         process.close_stdin()
     except (errors.ForkyardError, OSError, RuntimeError):

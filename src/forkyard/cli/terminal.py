@@ -39,13 +39,13 @@ def shell_verb(
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise errors.InvalidRequestError(
             "shell needs a terminal", hint=f"without one: forkyard exec {sandbox} COMMAND")
-    size = os.get_terminal_size(0)
+    rows, columns = terminal_size()
     variables = {"TERM": os.environ.get("TERM", "xterm-256color"), **dict(env)}
     if "COLORTERM" in os.environ:
         variables.setdefault("COLORTERM", os.environ["COLORTERM"])
     what: str | list[str] = LOGIN if not command else command[0] if len(command) == 1 else list(command)
     process = app.client.spawn(
-        sandbox, what, pty=True, rows=size.lines, cols=size.columns, env=variables,
+        sandbox, what, pty=True, rows=rows, cols=columns, env=variables,
         **given(user=user, cwd=cwd))
     with RawTerminal(), Resizes(process):
         threading.Thread(target=_type, args=(process,), name="keys", daemon=True).start()
@@ -54,6 +54,12 @@ def shell_verb(
                 write_all(1, event.data)
         result = process.wait()
     return outcome(result)
+
+
+def terminal_size() -> tuple[int, int]:
+    """Rows and columns of this terminal; one that does not know its size (a serial line) is 24 by 80."""
+    size = os.get_terminal_size(0)
+    return size.lines or 24, size.columns or 80
 
 
 def _type(process: Any) -> None:
@@ -108,7 +114,6 @@ class Resizes:
         while self._changed.wait() and self._open:
             self._changed.clear()
             try:
-                size = os.get_terminal_size(0)
-                self._process.resize(size.lines, size.columns)
+                self._process.resize(*terminal_size())
             except (errors.ForkyardError, OSError, RuntimeError):
                 return
