@@ -88,7 +88,8 @@ def report(message: str, hint: str = "") -> None:
     """
     before, found, trace = message.partition("Traceback (most recent call last)")
     if found:
-        message = f"{before.rstrip(' |')} {trace.replace(chr(92) + 'n', chr(10)).strip().splitlines()[-1]}"
+        lines = [line.strip(" |+-") for line in trace.replace("\\n", "\n").splitlines()]
+        message = f"{before.rstrip(' |+')} {next(filter(None, reversed(lines)), '')}"
     text = f"forkyard: {' '.join(message.split())}\n"
     if hint:
         text += f"hint: {' '.join(hint.split())}\n"
