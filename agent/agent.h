@@ -22,6 +22,7 @@ enum {
     MAX_REQUEST = 4 << 20,
     MAX_PATH = 4096,
     MAX_CMDS = 256,
+    MAX_ENDED = 64,
     MAX_STREAMS = 1024,
     WINDOW = 256 << 10,
     RING_MAX = 1 << 20,

@@ -28,13 +28,13 @@ struct cmd *cmd_by_mark(uint64_t mark) {
 }
 
 static struct cmd *cmd_new(void) {
-    if (count >= MAX_CMDS) { /* an ended one that nobody fetched makes room, the oldest first */
-        struct cmd *old = NULL;
-        for (struct cmd *c = cmds; c; c = c->next)
-            if (c->drained && !c->stream && !c->done) old = c;
-        if (!old) return NULL;
-        cmd_free(old);
-    }
+    /* Ended ones that nobody fetches are part of every image: the oldest make room. */
+    struct cmd *old = NULL;
+    unsigned idle = 0;
+    for (struct cmd *c = cmds; c; c = c->next)
+        if (c->drained && !c->stream && !c->done) old = c, idle++;
+    if (idle >= MAX_ENDED || (count >= MAX_CMDS && old)) cmd_free(old);
+    if (count >= MAX_CMDS) return NULL;
     struct cmd *c = calloc(1, sizeof *c);
     if (!c) return NULL;
     c->id = ++cmd_serial;
@@ -227,7 +227,7 @@ void cmd_reaped(pid_t pid, int status, uint64_t cpu_us, uint64_t rss_kb) {
     } else if (!c->code) {
         c->code = WEXITSTATUS(status);
     }
-    c->gap_at = now_ms() + 100;
+    c->gap_at = now_ms() + 200; /* more than the later gaps: what holds the pipe may just be starting */
     c->cut_at = now_ms() + 500;
     for (int i = 0; i < 2; i++) {
         int fd = i ? c->err : c->out, n = 0;

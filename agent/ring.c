@@ -32,8 +32,8 @@ static bool grow(struct ring *r, size_t need) {
 }
 
 ssize_t ring_fill(struct ring *r, int fd, bool drop, bool *lost) {
-    size_t used = ring_used(r);
-    if (used >= r->cap && r->cap < RING_MAX && !grow(r, r->cap ? r->cap * 2 : RING_MIN) && !r->cap) return -2;
+    size_t used = ring_used(r), max = drop ? RING_MAX / 4 : RING_MAX;
+    if (used >= r->cap && r->cap < max && !grow(r, r->cap ? r->cap * 2 : RING_MIN) && !r->cap) return -2;
     size_t room = r->cap - used;
     if (!room) {
         if (!drop) return -2;

@@ -288,6 +288,28 @@ async def test_a_terminal_ends_by_end_of_file(guest: Guest) -> None:
         assert (await process.wait()).code == 0
 
 
+async def test_a_start_that_is_given_up_leaves_nothing(guest: Guest) -> None:
+    async with asyncio.TaskGroup() as tg:
+        task = tg.create_task(spawn(guest, "sleep 600"))
+        await asyncio.sleep(0)
+        task.cancel()
+    await guest.ping()
+    async with asyncio.timeout(5):
+        while (await guest.activity()).processes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_ended_commands_that_nobody_fetches_do_not_pile_up(wire: Wire) -> None:
+    async with plain_agent.attached(wire) as first:
+        for _ in range(100):
+            (await spawn(first, "echo x")).leave()
+        await until(lambda: not children(wire.process.pid))
+    async with plain_agent.attached(wire) as second:
+        await sh(second, "true")
+    async with plain_agent.attached(wire) as third:
+        assert third.info is not None and 0 < len(third.info.processes) <= 101
+
+
 async def test_many_at_once(guest: Guest) -> None:
     async with asyncio.TaskGroup() as tg:
         tasks = [tg.create_task(sh(guest, f"echo {i}")) for i in range(60)]
@@ -343,6 +365,25 @@ async def test_a_new_epoch_goes_on_without_a_gap(guest: Guest) -> None:
         lines += item.data
     assert lines == b"".join(b"line %d\n" % i for i in range(1, 20001))
     assert (await process.wait()).code == 0
+
+
+async def test_input_goes_on_without_a_hole(guest: Guest) -> None:
+    data = os.urandom(1 << 20) * 4
+    process = await guest.spawn(SpawnSpec(["/bin/cat"], {}, user=ME, stdin="pipe"))
+    async with asyncio.TaskGroup() as tg:
+
+        async def feed() -> None:
+            await process.write(data)
+            process.close_stdin()
+
+        tg.create_task(feed())
+        got, epochs = b"", 0
+        async for item in process.output():
+            got += item.data
+            if len(got) > (epochs + 1) << 20 and epochs < 3:
+                epochs += 1
+                await guest.attach()
+    assert got == data and epochs == 3
 
 
 async def test_an_epoch_recovers_from_a_half_written_frame(wire: Wire) -> None:

@@ -48,12 +48,19 @@ class Channel:
     """See the module. ``on_violation`` is called once per forgiven violation, with its reason."""
 
     def __init__(
-        self, to_guest: int, from_guest: int, *, box: str, on_violation: Callable[[str], None]
+        self,
+        to_guest: int,
+        from_guest: int,
+        *,
+        box: str,
+        on_violation: Callable[[str], None],
+        on_lost: Callable[[ForkyardError], None],
     ) -> None:
         self._to = to_guest
         self._from = from_guest
         self.box = box
         self._on_violation = on_violation
+        self._on_lost = on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
         self._decoder = Decoder()
         self._out: deque[memoryview] = deque()

@@ -106,7 +106,9 @@ class Guest(GuestFiles):
 
     def __init__(self, to_guest_fd: int, from_guest_fd: int, *, box: str) -> None:
         self.box = box
-        self._channel = Channel(to_guest_fd, from_guest_fd, box=box, on_violation=self._violated)
+        self._channel = Channel(
+            to_guest_fd, from_guest_fd, box=box, on_violation=self._violated, on_lost=self._on_lost
+        )
         self._group: TaskStarter | None = None
         self._live: set[GuestProcess] = set()
         self.info: AgentInfo | None = None
@@ -130,6 +132,8 @@ class Guest(GuestFiles):
         if tg is not None:
             self._group = tg
         live = [p for p in self._live if not p.finished]
+        for process in live:
+            process.suspend()
         payload = await self._channel.attach(timeout_s)
         try:
             info = _read_hello(Unpacker(payload))
@@ -168,7 +172,11 @@ class Guest(GuestFiles):
     def lost(self, error: ForkyardError) -> None:
         """The machine died: whatever waits, and every later call, raises ``error``."""
         self._channel.lost(error)
-        self._live.clear()
+
+    def _on_lost(self, error: ForkyardError) -> None:
+        live, self._live = self._live, set()
+        for process in live:
+            process.fail(error)
 
     @property
     def error(self) -> ForkyardError | None:
@@ -178,7 +186,6 @@ class Guest(GuestFiles):
     async def close(self) -> None:
         """Stop listening. The guest runs on, and another Guest may attach."""
         self._channel.close()
-        self._live.clear()
 
     async def ping(self, timeout_s: float = 5) -> float:
         """Seconds to the agent and back."""
@@ -223,7 +230,7 @@ class Guest(GuestFiles):
         payload = spec.encode()
         process = GuestProcess(self._channel, stdin=spec.pty or spec.stdin == "pipe")
         self._channel.send(*wire.encode_request(Op.SPAWN, process.stream, self._channel.epoch, payload))
-        return await self._started(process, "the command", timeout_s)
+        return await self._started(process, "the command", timeout_s, new=True)
 
     async def process(
         self, pid: int, *, stdout_offset: int = 0, stderr_offset: int = 0, timeout_s: float = REQUEST_S
@@ -241,15 +248,19 @@ class Guest(GuestFiles):
         self._channel.send(*frames)
         return await self._started(process, f"process {pid}", timeout_s)
 
-    async def _started(self, process: GuestProcess, what: str, timeout_s: float) -> GuestProcess:
+    async def _started(
+        self, process: GuestProcess, what: str, timeout_s: float, *, new: bool = False
+    ) -> GuestProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 await process.opened()
-        except TimeoutError:
-            self._channel.forget(process.stream, reset=True)
-            raise DeadlineError(f"{what}: the agent did not answer within {timeout_s:g} s") from None
-        except BaseException:
-            self._channel.forget(process.stream, reset=True)
+        except BaseException as e:
+            if new:
+                process.abandon()  # it may have started, and nobody will ever hear of it
+            else:
+                process.leave()
+            if isinstance(e, TimeoutError):
+                raise DeadlineError(f"{what}: the agent did not answer within {timeout_s:g} s") from None
             raise
         self._live = {p for p in self._live if not p.finished}
         self._live.add(process)

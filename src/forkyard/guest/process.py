@@ -177,6 +177,10 @@ class GuestProcess:
         self._has_stdin = stdin
         self._stdin_open = stdin
         self._sent = 0
+        self._unheard = bytearray()  # input sent that the agent has not yet said it took
+        self._eof_sent = False
+        self._suspended = False  # between two epochs: what is asked of it meanwhile waits
+        self._waiting: list[tuple[Type, bytes, int]] = []
         self._stdin_limit = wire.WINDOW if stdin else 0
         self._credit = asyncio.Event()
 
@@ -189,8 +193,9 @@ class GuestProcess:
         elif frame.type == Type.ACK:
             if frame.chan != wire.STDIN:
                 raise WireError("credit for a stream that the guest writes")
-            u.u64()
-            limit = u.u64()
+            taken, limit = u.u64(), u.u64()
+            first = self._sent - len(self._unheard)
+            del self._unheard[: max(0, min(taken, self._sent) - first)]
             if limit > self._stdin_limit:
                 self._stdin_limit = min(limit, self._sent + (64 << 20))
                 self._credit.set()
@@ -234,10 +239,14 @@ class GuestProcess:
                     self._gap(chan, start)
                 self._acked[chan] = start
                 self._limit[chan] = start + wire.WINDOW
-            self._sent = u.u64()
-            self._stdin_limit = 0
+            received = u.u64()
+            self._suspended = False
+            self._resume_input(received)
             self._grant(wire.STDOUT)
             self._grant(wire.STDERR)
+            waiting, self._waiting = self._waiting, []
+            for item in waiting:
+                self._send(item[0], item[1], chan=item[2])
         if not self._opened.done():
             self._opened.set_result(None)
 
@@ -263,6 +272,21 @@ class GuestProcess:
         self._queue.append(Output(kind, offset, data, kind))
         self._wake.set()
 
+    def _resume_input(self, received: int) -> None:
+        """After a new epoch: say again what was on the way when the old one ended."""
+        rest = bytes(self._unheard[max(0, received - self._sent + len(self._unheard)) :])
+        self._stdin_limit, self._sent, self._unheard = 0, received, bytearray()
+        for i in range(0, len(rest), wire.MAX_DATA):
+            self._send_input(rest[i : i + wire.MAX_DATA])
+        if self._eof_sent and self._has_stdin:
+            self._send(Type.EOF, chan=wire.STDIN)
+
+    def _send_input(self, data: bytes) -> None:
+        epoch = self._channel.epoch
+        self._channel.send(wire.encode_data(self.stream, epoch, wire.STDIN, self._sent, data))
+        self._sent += len(data)
+        self._unheard += data
+
     def _gap(self, chan: int, until: int) -> None:
         self._queue.append(Output("gap", until, b"", KINDS[chan], until - self._seen[chan]))
         self._seen[chan] = until
@@ -284,16 +308,24 @@ class GuestProcess:
     def _send(self, type_: Type, payload: bytes = b"", *, chan: int = 0) -> None:
         if self._error is not None:
             raise self._error
+        if self._suspended:
+            self._waiting.append((type_, payload, chan))
+            return
         self._channel.send(wire.encode(type_, self.stream, self._channel.epoch, payload, chan=chan))
 
     # ---- for Guest
 
+    def suspend(self) -> None:
+        """A new epoch begins, and :meth:`rebind` will follow: readers and writers wait."""
+        self._channel.forget(self.stream)
+        self._suspended = True
+        self._stdin_limit = 0  # nothing leaves before the agent has said what it has
+
     def rebind(self) -> tuple[int, bytes]:
         """A new stream in a new epoch, and the ADOPT request that goes on where this reader is."""
         self.stream = self._channel.open(self)
-        self._error = None
         self._opened = asyncio.get_running_loop().create_future()
-        self._stdin_open = self._has_stdin and self._status is None
+        self._stdin_open = self._has_stdin and self._status is None and not self._eof_sent
         return self.stream, self.adopt_request()
 
     def start_at(self, stdout: int, stderr: int) -> None:
@@ -313,11 +345,15 @@ class GuestProcess:
     # ---- reading
 
     def _grant(self, chan: int) -> None:
+        if self._suspended:
+            return  # granted anew by the next OPENED
         self._acked[chan] = self._taken[chan]
         self._limit[chan] = max(self._limit[chan], self._taken[chan] + OUTPUT_WINDOW)
         self._credit_for(chan, self._taken[chan])
 
     def _credit_for(self, chan: int, delivered: int) -> None:
+        if self._suspended:
+            return
         payload = delivered.to_bytes(8, "little") + self._limit[chan].to_bytes(8, "little")
         self._channel.send(wire.encode(Type.ACK, self.stream, self._channel.epoch, payload, chan=chan))
 
@@ -416,6 +452,12 @@ class GuestProcess:
         """Stop reading and let the agent keep everything: what was not acknowledged, and the end."""
         self._channel.forget(self.stream, reset=True)
 
+    def abandon(self) -> None:
+        """End it with all its descendants and hear no more of it."""
+        with contextlib.suppress(ForkyardError):
+            self.kill_tree()
+        self.detach()
+
     def detach(self) -> None:
         """Let go of it. One that runs does so still, its recent output is kept for whoever attaches
         next; of one that has ended the agent forgets the rest."""
@@ -431,6 +473,7 @@ class GuestProcess:
         """Send to its stdin, as fast as it reads. Ends silently where nobody reads it any more."""
         view = memoryview(data)
         while view:
+            await self._channel.room()
             if self._error is not None:
                 raise self._error
             if not self._stdin_open:
@@ -440,19 +483,15 @@ class GuestProcess:
                 self._credit.clear()
                 await self._credit.wait()
                 continue
-            await self._channel.room()
             n = min(len(view), credit, wire.MAX_DATA)
-            frame = wire.encode_data(
-                self.stream, self._channel.epoch, wire.STDIN, self._sent, bytes(view[:n])
-            )
-            self._sent += n
+            self._send_input(bytes(view[:n]))
             view = view[n:]
-            self._channel.send(frame)
 
     def close_stdin(self) -> None:
         """End of file for its stdin (Ctrl-D for a PTY). Idempotent."""
         if self._stdin_open and self._error is None:
             self._stdin_open = False
+            self._eof_sent = True
             self._send(Type.EOF, chan=wire.STDIN)
 
     def resize(self, rows: int, cols: int) -> None:
