@@ -192,7 +192,7 @@ class DiskStore:
         while True:
             await asyncio.sleep(_WATCH_S)
             with contextlib.suppress(OSError):
-                await self._have_room(2 * GIB)
+                await self._have_room(GIB)
             if self.quota == "none":
                 await self._measure()
 

@@ -29,8 +29,8 @@ _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LOOP_SET_FD = 0x4C82, 0x4C0A, 0x4C00
 _LOOP_SET_STATUS64, _LOOP_CLR_FD = 0x4C04, 0x4C01
 _AUTOCLEAR, _DIRECT_IO = 4, 16
 _MS_NOATIME = 1024
-_STEP = 4 * GIB
-_FIRST = 4 * GIB
+_STEP = 2 * GIB
+_FIRST = 2 * GIB
 _LEAVE = 1 * GIB  # never taken from the host's disk by growing
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -99,7 +99,7 @@ class LoopFile:
             raise
         files.fsync_dir(self.path.parent)
 
-    def grow(self, volume: Volume, wanted: int = 2 * GIB) -> bool:
+    def grow(self, volume: Volume, wanted: int = GIB) -> bool:
         """See that ``wanted`` bytes can be written, by reserving another step if need be.
 
         Returns:
