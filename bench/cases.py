@@ -1,0 +1,268 @@
+"""What is measured. Every case takes turns: one sample of A, one of B, one of C, and again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench import machine
+from bench.contender import Contender
+
+TRUE = ["true"]
+SHELL_TRUE = ["sh", "-c", "true"]
+HEAP_MB = 100
+PAUSE_S = 0.5
+FILE_MB = 100
+IN_A_ROW = 10
+IDLE_BOXES = 4
+# What one contender does behind its last sample (a spare box, writing back) is not to slow the next one's.
+SETTLE_S = 0.3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample."""
+
+    metric: str
+    contender: str
+    round: int
+    value: float
+    unit: str
+
+
+class Bench:
+    """Takes the samples.
+
+    Args:
+        contenders: In the order of their turns.
+        n: Samples of each.
+    """
+
+    def __init__(self, contenders: list[Contender], n: int, note: Callable[[str], None]) -> None:
+        self.contenders = contenders
+        self.n = n
+        self.note = note
+        self.rows: list[Row] = []
+        self.failures: list[str] = []
+
+    def add(self, metric: str, contender: str, index: int, value: float, unit: str = "ms") -> None:
+        self.rows.append(Row(metric, contender, index, round(value, 3), unit))
+
+    @contextlib.contextmanager
+    def timed(self, metric: str, contender: str, index: int) -> Iterator[None]:
+        """One sample: how long the block takes. The first turn, of index -1, only warms up."""
+        begun = time.perf_counter()
+        yield
+        if index >= 0:
+            self.add(metric, contender, index, (time.perf_counter() - begun) * 1e3)
+
+    def turns(
+        self,
+        what: str,
+        turn: Callable[[Contender, int], None],
+        n: int | None = None,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        """Give every contender its turn, so often. One that fails is left out from then on."""
+        self.note(what)
+        taking_part = list(self.contenders)
+        for index in range(-1, n or self.n):
+            for contender in list(taking_part):
+                try:
+                    turn(contender, index)
+                except Exception as error:
+                    taking_part.remove(contender)
+                    self.failures.append(f"{what}, {contender.name}: {type(error).__name__}: {error}")
+                    self.note(f"  failed: {self.failures[-1]}")
+                time.sleep(settle_s)
+
+    @contextlib.contextmanager
+    def boxes(self, make: Callable[[Contender], str]) -> Iterator[dict[str, str]]:
+        """A box of every contender's, for the time of a case."""
+        made: dict[str, str] = {}
+        try:
+            for contender in self.contenders:
+                try:
+                    made[contender.name] = make(contender)
+                except Exception as error:
+                    self.failures.append(f"{contender.name}: {type(error).__name__}: {error}")
+            yield made
+        finally:
+            for contender in self.contenders:
+                if contender.name in made:
+                    with contextlib.suppress(Exception):
+                        contender.end(made[contender.name])
+
+    def data(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
+
+
+def lifecycle(bench: Bench) -> None:
+    """Create, its first command, create at once after another, destroy."""
+
+    def turn(contender: Contender, index: int) -> None:
+        with bench.timed("create", contender.name, index):
+            first = contender.start()
+        with bench.timed("create, at once after another", contender.name, index):
+            second = contender.start()
+        with bench.timed("first command", contender.name, index):
+            contender.run(second, TRUE)
+        with bench.timed("destroy", contender.name, index):
+            contender.end(second)
+        contender.end(first)
+
+    bench.turns("create, first command, destroy", turn)
+
+
+def forks(bench: Bench, n: int, heap_mb: int) -> None:
+    """Fork one source again and again; the copies answer a command each, then go."""
+    heap = f"{heap_mb} MB heap" if heap_mb else "idle"
+    what = f"fork n={n}, {heap}"
+
+    with bench.boxes(lambda contender: contender.source(heap_mb)) as sources:
+
+        def turn(contender: Contender, index: int) -> None:
+            source = sources[contender.name]
+            begun = time.perf_counter()
+            forked = contender.fork(source, n, heap_mb)
+            took = (time.perf_counter() - begun) * 1e3
+            begun = time.perf_counter()
+            contender.run(forked.boxes[0], TRUE)
+            first = (time.perf_counter() - begun) * 1e3
+            if heap_mb and index < 0:
+                contender.check_heap(forked.boxes[-1])
+            for box in forked.boxes:
+                contender.end(box)
+            if index < 0:
+                return
+            name = contender.name
+            bench.add(what, name, index, took / n)
+            bench.add(f"first command after fork, {heap}", name, index, first)
+            if n == 1:
+                bench.add(f"source paused, {heap}", name, index, forked.said["paused_ms"])
+            if "dirty_mb" in forked.said:
+                bench.add(f"dirty at the pause, {heap}", name, index, forked.said["dirty_mb"], "MB")
+
+        bench.turns(what, turn, settle_s=2 * SETTLE_S)
+
+
+def rewinds(bench: Bench, heap_mb: int = 0) -> None:
+    """Checkpoint once, then back to it again and again."""
+    heap = f"{heap_mb} MB heap" if heap_mb else "idle"
+    with bench.boxes(lambda contender: contender.source(heap_mb)) as boxes:
+
+        def turn(contender: Contender, index: int) -> None:
+            name = contender.name
+            if index < 0:
+                contender.checkpoint(boxes[name])
+            with bench.timed(f"rewind, {heap}", name, index):
+                boxes[name] = contender.rewind(boxes[name])
+            contender.run(boxes[name], TRUE)
+
+        bench.turns(f"rewind, {heap}", turn)
+
+
+def checkpoints(bench: Bench) -> None:
+    """One after another of an idle source, the last one kept."""
+    with bench.boxes(lambda contender: contender.source(0)) as boxes:
+
+        def turn(contender: Contender, index: int) -> None:
+            with bench.timed("checkpoint, idle", contender.name, index):
+                contender.checkpoint(boxes[contender.name])
+
+        bench.turns("checkpoint, idle", turn)
+
+
+def commands(bench: Bench) -> None:
+    """``true`` and ``sh -c true``: so many in a row, and one after a pause."""
+    with bench.boxes(lambda contender: contender.start()) as boxes:
+
+        def in_a_row(contender: Contender, index: int) -> None:
+            box, name = boxes[contender.name], contender.name
+            contender.run(box, TRUE)
+            for argv in (TRUE, SHELL_TRUE):
+                for number in range(IN_A_ROW):
+                    at = index * IN_A_ROW + number if index >= 0 else -1
+                    with bench.timed(f"exec `{' '.join(argv)}`, in a row", name, at):
+                        contender.run(box, argv)
+
+        def after_pause(contender: Contender, index: int) -> None:
+            time.sleep(PAUSE_S)
+            with bench.timed("exec `true`, after 0.5 s", contender.name, index):
+                contender.run(boxes[contender.name], TRUE)
+            time.sleep(PAUSE_S)
+            with bench.timed("exec `sh -c true`, after 0.5 s", contender.name, index):
+                contender.run(boxes[contender.name], SHELL_TRUE)
+
+        bench.turns("exec in a row", in_a_row, settle_s=0)
+        bench.turns("exec after a pause", after_pause, settle_s=0)
+
+
+def files(bench: Bench) -> None:
+    """100 MB of noise in, and back out, from and to memory."""
+    data = os.urandom(FILE_MB << 20)
+    with bench.boxes(lambda contender: contender.start()) as boxes:
+
+        def turn(contender: Contender, index: int) -> None:
+            box, name = boxes[contender.name], contender.name
+            begun = time.perf_counter()
+            contender.put(box, data)
+            between = time.perf_counter()
+            size = contender.get(box)
+            ended = time.perf_counter()
+            if size != len(data):
+                raise AssertionError(f"{size} bytes came back of {len(data)}")
+            if index >= 0:
+                bench.add("file in", name, index, FILE_MB / (between - begun), "MB/s")
+                bench.add("file out", name, index, FILE_MB / (ended - between), "MB/s")
+
+        bench.turns("100 MB in and out", turn, n=min(bench.n, 10), settle_s=1)
+
+
+def idle(bench: Bench, watch_s: float) -> None:
+    """What boxes with nothing to do use, each, and what serves them all."""
+    bench.note("idle: memory and CPU")
+    for contender in bench.contenders:
+        boxes: list[str] = []
+        try:
+            boxes += [contender.start() for _ in range(IDLE_BOXES)]
+            time.sleep(2)
+            pids = [contender.pids(box) for box in boxes]
+            shared = contender.shared_pids()
+            begun, before = time.perf_counter(), [machine.cpu_s(group) for group in (*pids, shared)]
+            time.sleep(watch_s)
+            took = time.perf_counter() - begun
+            used = [machine.cpu_s(group) for group in (*pids, shared)]
+            percent = [100 * (b - a) / took for a, b in zip(before, used, strict=True)]
+            for index, group in enumerate(pids):
+                bench.add("idle memory (PSS)", contender.name, index, machine.pss_mb(group), "MB")
+                bench.add("idle CPU", contender.name, index, percent[index], "%")
+            if shared:
+                bench.add("memory that serves all", contender.name, 0, machine.pss_mb(shared), "MB")
+                bench.add("CPU that serves all", contender.name, 0, percent[-1], "%")
+        except Exception as error:
+            bench.failures.append(f"idle, {contender.name}: {type(error).__name__}: {error}")
+        finally:
+            for box in boxes:
+                with contextlib.suppress(Exception):
+                    contender.end(box)
+
+
+# In the order of a run.
+CASES: dict[str, Callable[[Bench], None]] = {
+    "lifecycle": lifecycle,
+    "fork1": lambda bench: forks(bench, 1, 0),
+    "fork8": lambda bench: forks(bench, 8, 0),
+    "fork1-heap": lambda bench: forks(bench, 1, HEAP_MB),
+    "fork8-heap": lambda bench: forks(bench, 8, HEAP_MB),
+    "checkpoint": checkpoints,
+    "rewind": rewinds,
+    "rewind-heap": lambda bench: rewinds(bench, HEAP_MB),
+    "exec": commands,
+    "files": files,
+    "idle": lambda bench: idle(bench, 3 if bench.n < 10 else 15),
+}

@@ -1,0 +1,98 @@
+"""``python -m bench``: forkyard beside Docker and bare runsc, in one run, taking turns."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from bench import machine, report
+from bench.cases import CASES, Bench
+from bench.contender import Contender
+from bench.floors import floors
+from bench.ours import Build, Forkyard, base_layers, builds, lender
+from bench.rivals import BareRunsc, Docker
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def note(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="3 samples of each, shown and not kept")
+    parser.add_argument("-n", type=int, default=20, help="samples of each (default 20)")
+    parser.add_argument("--only", default="", help=f"cases, with commas, of: floors,{','.join(CASES)}")
+    parser.add_argument("--without", default="", help="of docker,runsc,newest,ptrace,systrap; with commas")
+    parser.add_argument("--out", type=Path, default=None, help="where to keep it (default bench/results)")
+    args = parser.parse_args(argv)
+    wanted = [name for name in args.only.split(",") if name] or ["floors", *CASES]
+    if unknown := set(wanted) - {"floors", *CASES}:
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    if os.geteuid() != 0:
+        parser.error("Docker's daemon and runsc need root")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    begun = time.monotonic()
+    bench, about = _run(3 if args.quick else args.n, wanted, set(args.without.split(",")))
+    about["minutes"] = round((time.monotonic() - begun) / 60, 1)
+    print(report.markdown(about, bench.rows, bench.failures))
+    out = args.out or (None if args.quick else RESULTS)
+    if out is not None:
+        name = time.strftime("%Y-%m-%d-%H%M")
+        note(f"kept as {report.write(out, name, about, bench.rows, bench.failures)}")
+    return 1 if bench.failures else 0
+
+
+def _run(n: int, wanted: list[str], without: set[str]) -> tuple[Bench, dict[str, object]]:
+    home = lender()
+    layers = base_layers(home)
+    about = machine.facts()
+    found = [build for build in builds(home) if build.label not in without]
+    about["builds"] = ", ".join(f"{build.label} ({build.path})" for build in found)
+    with contextlib.ExitStack() as stack:
+        bench = Bench([], n, note)
+        for contender in _contenders(home, layers, found, without):
+            # Even if it does not open: it may have made something by then.
+            stack.callback(contender.close)
+            note(f"opening {contender.name}")
+            try:
+                contender.open()
+                bench.contenders.append(contender)
+            except Exception as error:
+                bench.failures.append(f"{contender.name}: {type(error).__name__}: {error}")
+                note(f"  failed: {bench.failures[-1]}")
+        for name in wanted:
+            if name == "floors":
+                floors(bench, layers)
+            else:
+                CASES[name](bench)
+        about["load_after"] = round(os.getloadavg()[0], 2)
+    _reap()
+    return bench, about
+
+
+def _contenders(home: Path, layers: list[Path], found: list[Build], without: set[str]) -> list[Contender]:
+    contenders: list[Contender] = [
+        Forkyard(build, platform, home)
+        for build in found
+        for platform in ("systrap", "ptrace")
+        if platform not in without
+    ]
+    if "runsc" not in without:
+        contenders += [BareRunsc(build, layers) for build in found]
+    if "docker" not in without:
+        contenders.append(Docker(layers, note))
+    return contenders
+
+
+def _reap() -> None:
+    """Collect the rivals' orphans, which became this process's children."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
