@@ -103,7 +103,7 @@ from typing import TYPE_CHECKING, Any
 
 from forkyard import types as ty
 from forkyard.client._protocol import DEFAULT_MAX_OUTPUT, Command, Stdin
-from forkyard.types import ExecResult, FileInfo, ProcessInfo, Transfer
+from forkyard.types import CodeResult, ExecResult, FileInfo, ProcessInfo, Transfer
 
 if TYPE_CHECKING:
     from forkyard.client.aio import AsyncClient

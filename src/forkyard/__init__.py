@@ -38,9 +38,12 @@ if TYPE_CHECKING:
     from forkyard.client.sync_process import Process
     from forkyard.client.sync_sandbox import Sandbox
     from forkyard.types import (
+        Artifact,
         AuditRecord,
         Capacity,
         CheckpointInfo,
+        CodeError,
+        CodeResult,
         Event,
         ExecResult,
         FileInfo,
@@ -66,9 +69,12 @@ _HOMES = {
     "Client": "forkyard.client.sync",
     "Process": "forkyard.client.sync_process",
     "Sandbox": "forkyard.client.sync_sandbox",
+    "Artifact": "forkyard.types",
     "AuditRecord": "forkyard.types",
     "Capacity": "forkyard.types",
     "CheckpointInfo": "forkyard.types",
+    "CodeError": "forkyard.types",
+    "CodeResult": "forkyard.types",
     "Event": "forkyard.types",
     "ExecResult": "forkyard.types",
     "FileInfo": "forkyard.types",
@@ -86,6 +92,7 @@ _HOMES = {
 
 __all__ = [
     "AccessDeniedError",
+    "Artifact",
     "AsyncClient",
     "AsyncProcess",
     "AsyncSandbox",
@@ -94,6 +101,8 @@ __all__ = [
     "CapacityError",
     "CheckpointInfo",
     "Client",
+    "CodeError",
+    "CodeResult",
     "CommandFailedError",
     "ConflictError",
     "CorruptSnapshotError",

@@ -173,6 +173,46 @@ class ExecOutcome(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: dict[str, Any] | None = None
 
 
+class RunCode(Change, kw_only=True):
+    """``session`` names an interpreter that goes on between calls; ``user`` is part of what it
+    is, and ``cwd`` where it starts."""
+
+    sandbox: str
+    code: str
+    language: str = "python"
+    session: str = "default"
+    timeout_s: float | None = None
+    user: str | None = None
+    cwd: str | None = None
+
+
+class Git(Change, kw_only=True):
+    """One git command. ``path`` is the repository, for ``clone`` the one to make. Passwords are
+    never in the sandbox's files, its processes' arguments or the audit."""
+
+    sandbox: str
+    operation: Literal["clone", "fetch", "checkout", "status", "diff", "apply", "add", "commit", "log"]
+    path: str | None = None
+    url: str | None = None
+    branch: str | None = None
+    depth: int | None = None
+    ref: str | None = None
+    create: bool = False
+    staged: bool = False
+    paths: list[str] = []
+    patch: bytes | None = None
+    message: str | None = None
+    author: str | None = None
+    all: bool = False
+    limit: int | None = None
+    username: str | None = None
+    password: str | None = None
+    grant: bool = True
+    timeout_s: float | None = None
+    user: str | None = None
+    max_output: int = 10 << 20
+
+
 class Spawn(ExecOptions, kw_only=True):
     sandbox: str
     pty: bool = False

@@ -199,6 +199,51 @@ class ProcessInfo(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Artifact(Record):
+    """What code showed besides text: a figure, a table, a file. ``name`` is never a path."""
+
+    mime: str
+    data: bytes
+    name: str | None = None
+
+    def __bytes__(self) -> bytes:
+        return self.data
+
+
+@dataclass(frozen=True, slots=True)
+class CodeError(Record):
+    """What the code raised, as text."""
+
+    name: str
+    value: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class CodeResult(Record):
+    """What a piece of code in a session did. An error, a timeout and an OOM kill are results.
+
+    ``result`` is the text of the last expression's value, or None. ``exit_code`` is 0, or 1
+    after an error, as of a script; for shell code that of its last command; where the session
+    ended, its process's (128 + ``signal`` if a signal ended it). ``truncated`` says that output,
+    or an artifact, was too long to be kept whole.
+    """
+
+    ok: bool
+    stdout: str = ""
+    stderr: str = ""
+    result: str | None = None
+    artifacts: list[Artifact] = field(default_factory=list)
+    error: CodeError | None = None
+    exit_code: int = 0
+    signal: int | None = None
+    timed_out: bool = False
+    oom: bool = False
+    truncated: bool = False
+    duration_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class FileInfo(Record):
     """One file inside a sandbox. ``type`` is file, dir, link, fifo, socket, char or block."""
 

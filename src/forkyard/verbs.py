@@ -75,6 +75,8 @@ VERBS: dict[str, Verb] = {
     "exec_many": Verb(
         rq.ExecMany, list[rq.ExecOutcome], changes=True, gone="cancel", keep=False, at="daemon"
     ),
+    "run_code": Verb(rq.RunCode, ty.CodeResult, changes=True, gone="cancel", keep=False),
+    "git": Verb(rq.Git, ty.ExecResult, changes=True, gone="cancel", keep=False),
     "processes": Verb(rq.SandboxRequest, list[ty.ProcessInfo], at="execs"),
     "write": Verb(rq.Write, None, changes=True, keep=False, at="execs"),
     "resize": Verb(rq.Resize, None, changes=True, keep=False, at="execs"),

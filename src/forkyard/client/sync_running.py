@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from forkyard.client import _protocol as protocol
 from forkyard.client._protocol import DEFAULT_MAX_OUTPUT, Command, Stdin
 from forkyard.client.sync_process import Process
 from forkyard.client.sync_transport import Transport
-from forkyard.types import ExecResult, ProcessInfo
+from forkyard.types import CodeResult, ExecResult, ProcessInfo
 
 Keep = Literal["head", "tail", "both"]
 
@@ -203,6 +204,131 @@ class Running:
             request_id=request_id or protocol.new_request_id(),
         )
         return Process(self._transport, sandbox, request)._begin()
+
+    def run_code(
+        self,
+        sandbox: str,
+        code: str,
+        *,
+        language: str = "python",
+        session: str = "default",
+        timeout_s: float | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+        request_id: str | None = None,
+    ) -> CodeResult:
+        """Run code in a session, an interpreter that goes on between calls with all its variables.
+
+        Forks and rewinds carry sessions with everything in them. An error of the code, a timeout
+        and an OOM kill are results. The end of a session (``exit()``, a kill, a crash) is told once:
+        by the call during which it was killed, else by the next one, whose code is then not run
+        and whose ``error.name`` is ``SessionEnded``; the call after begins a new session.
+
+        Args:
+            language: ``python`` (IPython where the image has it), ``bash`` or ``javascript``.
+            session: Which of several, each with variables of its own; one call at a time in each.
+            timeout_s: After so long the code is interrupted (SIGINT), and killed with its session if
+                it goes on. Waiting for an earlier call does not count.
+            user: Who runs it; part of what a session is.
+            cwd: Where a new session starts.
+
+        Raises:
+            UnsupportedError: the image has no interpreter for the language.
+            InvalidRequestError: an unknown language.
+        """
+        request = protocol.made(
+            rq.RunCode,
+            sandbox=sandbox,
+            code=code,
+            language=language,
+            session=session,
+            timeout_s=timeout_s,
+            user=user,
+            cwd=None if cwd is None else os.fspath(cwd),
+            request_id=request_id or protocol.new_request_id(),
+        )
+        return self._transport.call("run_code", request)
+
+    def git(
+        self,
+        sandbox: str,
+        operation: str,
+        *,
+        url: str | None = None,
+        path: str | None = None,
+        branch: str | None = None,
+        depth: int | None = None,
+        ref: str | None = None,
+        create: bool = False,
+        staged: bool = False,
+        paths: Sequence[str] = (),
+        patch: bytes | str | None = None,
+        message: str | None = None,
+        author: str | None = None,
+        all: bool = False,
+        limit: int | None = None,
+        username: str | None = None,
+        password: str | None = None,
+        token: str | None = None,
+        grant: bool = True,
+        timeout_s: float | None = None,
+        user: str | None = None,
+        max_output: int = DEFAULT_MAX_OUTPUT,
+        check: bool = False,
+        request_id: str | None = None,
+    ) -> ExecResult:
+        """Run git in the sandbox: clone, fetch, checkout, status, diff, apply, add, commit or log.
+
+        What git refuses is a result.
+
+        Args:
+            url: What ``clone`` and ``fetch`` take from: a URL, or a bundle or a repository inside.
+            path: The repository; for ``clone`` the directory to make. Default: where commands start.
+            branch, depth: Of ``clone`` and ``fetch``; ``checkout`` makes the branch with ``create``.
+            ref: A commit, tag or branch, for ``checkout``, ``diff`` and ``log``.
+            staged: ``diff`` shows, and ``apply`` changes, the index as well.
+            paths: Files; ``add`` without takes everything.
+            patch: What ``apply`` applies, as text or bytes.
+            message, author, all: Of ``commit``; an author is ``Name <mail>``.
+            limit: How many commits ``log`` shows.
+            username, password, token: For the host of ``url`` alone. They reach git by a pipe: no file,
+                argument or variable in the sandbox has them, and the audit keeps a digest.
+            grant: Open the URL's host for this one operation.
+            check: Raise CommandFailedError unless git exits with 0.
+
+        Raises:
+            InvalidRequestError: an option that the operation does not take.
+            UnsupportedError: the URL's host cannot be opened.
+        """
+        if token is not None and password is not None:
+            raise errors.InvalidRequestError("give a password or a token, not both")
+        request = protocol.made(
+            rq.Git,
+            sandbox=sandbox,
+            operation=operation,
+            url=url,
+            path=None if path is None else os.fspath(path),
+            branch=branch,
+            depth=depth,
+            ref=ref,
+            create=create,
+            staged=staged,
+            paths=[os.fspath(one) for one in paths],
+            patch=protocol.as_bytes(patch),
+            message=message,
+            author=author,
+            all=all,
+            limit=limit,
+            username=username,
+            password=token if password is None else password,
+            grant=grant,
+            timeout_s=timeout_s,
+            user=user,
+            max_output=max_output,
+            request_id=request_id or protocol.new_request_id(),
+        )
+        result: ExecResult = self._transport.call("git", request)
+        return protocol.checked(result, f"git {operation}", sandbox) if check else result
 
     def processes(self, sandbox: str) -> list[ProcessInfo]:
         """The processes inside, as the guest tells; those with a ``handle`` can be attached to."""

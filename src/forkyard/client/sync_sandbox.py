@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forkyard import types as ty
 from forkyard.client._protocol import DEFAULT_MAX_OUTPUT, Command, Stdin
-from forkyard.types import ExecResult, FileInfo, ProcessInfo, Transfer
+from forkyard.types import CodeResult, ExecResult, FileInfo, ProcessInfo, Transfer
 
 if TYPE_CHECKING:
     from forkyard.client.sync import Client
@@ -125,6 +125,14 @@ class Sandbox:
     def spawn(self, command: Command, *, pty: bool=False, rows: int=24, cols: int=80, detach: bool=False, timeout_s: float | None=None, cwd: str | None=None, env: Mapping[str, str] | None=None, user: str | None=None, login: bool=False, merge: bool=False, request_id: str | None=None) -> Process:
         """See :meth:`Client.spawn`; ``sandbox`` is this one."""
         return self.client.spawn(self.id, command=command, pty=pty, rows=rows, cols=cols, detach=detach, timeout_s=timeout_s, cwd=cwd, env=env, user=user, login=login, merge=merge, request_id=request_id)
+
+    def run_code(self, code: str, *, language: str='python', session: str='default', timeout_s: float | None=None, user: str | None=None, cwd: str | None=None, request_id: str | None=None) -> CodeResult:
+        """See :meth:`Client.run_code`; ``sandbox`` is this one."""
+        return self.client.run_code(self.id, code=code, language=language, session=session, timeout_s=timeout_s, user=user, cwd=cwd, request_id=request_id)
+
+    def git(self, operation: str, *, url: str | None=None, path: str | None=None, branch: str | None=None, depth: int | None=None, ref: str | None=None, create: bool=False, staged: bool=False, paths: Sequence[str]=(), patch: bytes | str | None=None, message: str | None=None, author: str | None=None, all: bool=False, limit: int | None=None, username: str | None=None, password: str | None=None, token: str | None=None, grant: bool=True, timeout_s: float | None=None, user: str | None=None, max_output: int=DEFAULT_MAX_OUTPUT, check: bool=False, request_id: str | None=None) -> ExecResult:
+        """See :meth:`Client.git`; ``sandbox`` is this one."""
+        return self.client.git(self.id, operation=operation, url=url, path=path, branch=branch, depth=depth, ref=ref, create=create, staged=staged, paths=paths, patch=patch, message=message, author=author, all=all, limit=limit, username=username, password=password, token=token, grant=grant, timeout_s=timeout_s, user=user, max_output=max_output, check=check, request_id=request_id)
 
     def processes(self) -> list[ProcessInfo]:
         """See :meth:`Client.processes`; ``sandbox`` is this one."""

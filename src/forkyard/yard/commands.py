@@ -14,6 +14,8 @@ from forkyard.yard.model import Sandbox
 from forkyard.yard.plans import check_env
 
 MAX_OUTPUT = 1 << 30
+CODE_TAG = b"code1:"
+"""Begins the tag of a session that runs code; no command's own (see tag_of) begins so."""
 
 
 def argv_of(request: ExecOptions) -> list[str]:

@@ -41,7 +41,7 @@ from forkyard.requests import (
 from forkyard.types import ExecResult, ProcessInfo
 from forkyard.yard.background import begin
 from forkyard.yard.capture import Capture
-from forkyard.yard.commands import audit_of, check_output, is_root, result_of, spec_of, tag_of
+from forkyard.yard.commands import CODE_TAG, audit_of, check_output, result_of, spec_of, tag_of
 from forkyard.yard.context import actor
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.machines import Box
@@ -182,9 +182,7 @@ class Execs:
         tag = tag_of(request, caller.uid) if request.request_id else b""
         wants_stdin = streamed or isinstance(request, Spawn) or request.stdin is not None
         spec = spec_of(request, sandbox, tag, stdin=wants_stdin)
-        if is_root(spec.user) and not sandbox.doc.tainted:
-            sandbox.doc.tainted = True
-            await self.context.save(sandboxes=[sandbox.doc])
+        await self.lifecycle.note_user(sandbox, spec.user)
         return await box.guest.spawn(spec)
 
     def _feed(
@@ -279,7 +277,7 @@ class Execs:
             if box is None or box.guest.info is None:
                 continue
             for known in box.guest.info.processes:
-                if known.tag and not known.detached:
+                if known.tag and not known.detached and not known.tag.startswith(CODE_TAG):
                     self._orphans[known.tag] = Orphan(sandbox.id, known.pid)
         if self._orphans:
             log.info("%d commands wait for their clients", len(self._orphans))

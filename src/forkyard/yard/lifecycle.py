@@ -27,6 +27,7 @@ from forkyard.requests import Caller, CreateSandbox, Lease
 from forkyard.types import SandboxInfo
 from forkyard.yard.admission import Admission
 from forkyard.yard.background import begin, finish
+from forkyard.yard.commands import is_root
 from forkyard.yard.context import Context, locked
 from forkyard.yard.leases import Leases
 from forkyard.yard.machines import Box, Start, identity
@@ -206,6 +207,7 @@ class Lifecycle:
             try:
                 killed = await box.guest.kill_largest()
                 if killed is not None:
+                    sandbox.ooms[killed.command] = sandbox.ooms.get(killed.command, 0) + 1
                     data = {"pid": killed.pid, "rss_mb": round(killed.rss_mb), "command": killed.command}
                     self.context.audit.append(why, sandbox.id, "yard", data)
             except ForkyardError as error:
@@ -387,6 +389,12 @@ class Lifecycle:
         await self.snapshots.forget_unused(doc.snapshot)
 
     # -- for those who use a sandbox ---------------------------------------------------
+
+    async def note_user(self, sandbox: Sandbox, user: str) -> None:
+        """Something is about to run as ``user``: from root's first command on it is tainted."""
+        if is_root(user) and not sandbox.doc.tainted:
+            sandbox.doc.tainted = True
+            await self.context.save(sandboxes=[sandbox.doc])
 
     async def running(self, ref: str) -> tuple[Sandbox, Box]:
         """The sandbox and its machine, started if it stopped for being idle.

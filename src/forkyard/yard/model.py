@@ -126,6 +126,8 @@ class Sandbox:
     measured_at: float = 0.0
     memory_watch: Any = None
     killing: bool = False
+    # Commands of the present machine that lost a process to save memory, and how often.
+    ooms: dict[int, int] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -31,10 +31,12 @@ from forkyard.wire import VERSION as WIRE_VERSION
 from forkyard.yard import agents, names
 from forkyard.yard.admission import Admission
 from forkyard.yard.background import Services
+from forkyard.yard.code import Code
 from forkyard.yard.context import Context, Sandboxes, locked
 from forkyard.yard.execs import Execs
 from forkyard.yard.files import Files
 from forkyard.yard.forking import Forking
+from forkyard.yard.git import Git
 from forkyard.yard.leases import Leases
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.lineage import tree
@@ -62,6 +64,8 @@ class Yard:
         self.lifecycle = Lifecycle(context, self.templates, self.snapshots, self.admission, self.leases)
         self.forking = Forking(self.lifecycle)
         self.execs = Execs(self.lifecycle)
+        self.code = Code(self.lifecycle)
+        self.repositories = Git(self.lifecycle, self.execs)
         self.files = Files(self.lifecycle)
         self.replies = Replies(context.catalog)
         self.leases.delete = lambda sandbox: self.lifecycle.delete(sandbox, None)
@@ -179,6 +183,14 @@ class Yard:
             for sandbox in chosen:
                 group.create_task(self.lifecycle.delete(sandbox, caller))
         return [sandbox.info() for sandbox in chosen]
+
+    # -- code and git ------------------------------------------------------------------
+
+    async def run_code(self, request: rq.RunCode, caller: rq.Caller) -> ty.CodeResult:
+        return await self.code.run(request, caller)
+
+    async def git(self, request: rq.Git, caller: rq.Caller) -> ty.ExecResult:
+        return await self.repositories.run(request, caller)
 
     # -- snapshots, forks, checkpoints -------------------------------------------------
 
@@ -338,6 +350,7 @@ class Yard:
     async def prepare_shutdown(self, sandboxes: str) -> None:
         """Before connections are dropped: commands run on (``keep``), or all sandboxes stop or go."""
         self.execs.detach_all()
+        self.code.detach_all()
         for sandbox in self.context.sandboxes:
             try:
                 if sandboxes == "delete":
@@ -402,6 +415,7 @@ async def open_yard(
         yard = Yard(context)
         await Recovery(yard.lifecycle).run()
         await yard.execs.recover()
+        await yard.code.recover()
         tg.create_task(yard.leases.run())
         tg.create_task(yard.replies.prune())
         tg.create_task(machines.spares.run())
@@ -412,6 +426,7 @@ async def open_yard(
             yield yard
         finally:
             yard.leases.close()
+            yard.code.detach_all()
             await yard.execs.close()
             await machines.spares.drop_all()
 

@@ -1,0 +1,568 @@
+"""One session that runs code: an interpreter in the guest that goes on between calls.
+
+Its program (``runners/``) is sent to the interpreter's stdin, so an image needs nothing of ours.
+The code's output is the process's own stdout and stderr; what the program has to say stands
+between it, in frames that begin with NUL and the id of the run. That id is made for one run and
+not known before it, so output cannot be taken for a frame by accident. A reader that finds
+a session which somebody else began (the source of a fork, an earlier daemon) asks it
+for a mark, and forgets what comes before.
+
+Whatever is in a frame is the guest's claim: lengths are capped, JSON is checked by type, names are
+cleaned, and nothing of it is looked up on the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mimetypes
+import re
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from forkyard.errors import ForkyardError, InvalidRequestError, SandboxLostError
+from forkyard.guest.process import ExitStatus, GuestProcess
+from forkyard.types import Artifact, CodeError
+from forkyard.wire import Scope
+
+RUNNERS = Path(__file__).parent / "runners"
+HEAD = 38
+FRAME = 4096
+MAX_MESSAGE = 17 << 20
+MAX_ARTIFACTS = 256
+MAX_ARTIFACT_BYTES = 32 << 20
+MAX_CODE = 4 << 20
+# An interpreter that does not begin within this is taken for broken.
+START_S = 60.0
+# From an interrupt to the next step, should the code go on.
+INTERRUPT_S = (0.5, 1.5)
+KILL_S = 10.0
+SETTLE_S = 2.0
+ACKNOWLEDGE_AT = 512 << 10
+
+_MIME = re.compile(r"[a-z0-9]+/[A-Za-z0-9.+_-]{1,100}")
+
+
+class _Finish(msgspec.Struct):
+    code: int = 0
+    exit: bool = False
+
+
+class _Failure(msgspec.Struct):
+    name: str = "Error"
+    value: str = ""
+    traceback: str = ""
+
+
+class _Shown(msgspec.Struct):
+    mime: str | None = None
+    name: str | None = None
+    path: str | None = None
+
+
+_finish = msgspec.json.Decoder(_Finish).decode
+_failure = msgspec.json.Decoder(_Failure).decode
+_shown = msgspec.json.Decoder(_Shown).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """How a session of a language is started and spoken to.
+
+    Attributes:
+        programs: Command lines to try; the first whose program the image has is used.
+        prelude: What is sent first.
+        request: The line (or lines) for a run, from its id and the code.
+        mark: The line that asks for a mark.
+        group: An interrupt goes to the interpreter's children as well, at once.
+    """
+
+    name: str
+    programs: tuple[tuple[str, ...], ...]
+    prelude: Callable[[], bytes]
+    request: Callable[[str, str], bytes]
+    mark: Callable[[str], bytes]
+    group: bool = False
+
+
+def _sized(name: str) -> Callable[[], bytes]:
+    def prelude() -> bytes:
+        program = (RUNNERS / name).read_bytes()
+        return b"%d\n%s" % (len(program), program)
+
+    return prelude
+
+
+def _json_line(**fields: str) -> bytes:
+    return json.dumps(fields).encode("ascii") + b"\n"
+
+
+def _json_run(run: str, code: str) -> bytes:
+    return _json_line(id=run, code=code)
+
+
+def _json_mark(mark: str) -> bytes:
+    return _json_line(id=mark)
+
+
+def _bash_run(run: str, code: str) -> bytes:
+    # One bare word, so that a line which was cut off leaves no quote open.
+    word = re.sub(rb"[^A-Za-z0-9_./-]", lambda m: b"%%%02x" % m[0][0], code.encode()).decode()
+    return (
+        f"__fy_take {run} {word or '%0a'} END && eval \"$__fy_code\" </dev/null\n__fy_done {run} END\n"
+    ).encode()
+
+
+_BOOT_PYTHON = (
+    "import os;requests=os.fdopen(os.dup(0),'rb');"
+    "exec(compile(requests.read(int(requests.readline())),'<forkyard>','exec'),{'requests':requests})"
+)
+_BOOT_NODE = (
+    "const fs=require('fs'),b=Buffer.alloc(1);let n='';"
+    "while(fs.readSync(0,b,0,1)&&b[0]!==10)n+=b;"
+    "const p=Buffer.alloc(+n);for(let at=0,k;at<p.length&&(k=fs.readSync(0,p,at));at+=k);"
+    "new Function('require',p.toString())(require)"
+)
+
+LANGUAGES = {
+    "python": Language(
+        "python",
+        (("python3", "-c", _BOOT_PYTHON), ("python", "-c", _BOOT_PYTHON)),
+        _sized("python.py"),
+        _json_run,
+        _json_mark,
+    ),
+    "bash": Language(
+        "bash",
+        (("bash", "--noprofile", "--norc", "--noediting", "+m", "-i", "-s"),),
+        (RUNNERS / "bash.sh").read_bytes,
+        _bash_run,
+        lambda mark: f"__fy_sync {mark} END\n".encode(),
+        group=True,
+    ),
+    "javascript": Language(
+        "javascript",
+        (("node", "-e", _BOOT_NODE), ("nodejs", "-e", _BOOT_NODE)),
+        _sized("javascript.js"),
+        _json_run,
+        _json_mark,
+    ),
+}
+
+
+class Splitter:
+    """Takes one stream apart: the code's output, and the frames of the ids it listens for.
+
+    While ``hunting`` what is not in a frame is dropped, up to the first frame.
+
+    Args:
+        output: Takes output as it comes.
+        message: Takes a letter and a payload; what is longer than MAX_MESSAGE comes as None.
+    """
+
+    def __init__(
+        self, output: Callable[[bytes], None], message: Callable[[bytes, str, bytes | None], None]
+    ) -> None:
+        self._output = output
+        self._message = message
+        self._ids: tuple[bytes, ...] = ()
+        self._rest = b""
+        self._parts: list[bytes] | None = []
+        self._size = 0
+        self.hunting = False
+        # The end of what was dropped: an interpreter that does not start says why.
+        self.dropped = b""
+
+    def listen(self, *ids: str, hunting: bool) -> None:
+        self._ids = tuple(one.encode() for one in ids)
+        self.hunting = hunting
+        self._parts, self._size = [], 0
+
+    def feed(self, data: bytes) -> None:
+        data = self._rest + data if self._rest else data
+        at = 0
+        while True:
+            nul = data.find(b"\0", at)
+            if nul < 0:
+                self._emit(data[at:])
+                self._rest = b""
+                return
+            head = data[nul : nul + HEAD]
+            known = head[1:33]
+            if len(head) < HEAD:
+                if any(one.startswith(known) for one in self._ids):
+                    break  # perhaps the beginning of a frame
+            elif known in self._ids and (size := _size(head)) is not None:
+                if len(data) < nul + HEAD + size:
+                    break
+                self._emit(data[at:nul])
+                self._frame(known, head[33:34], data[nul + HEAD : nul + HEAD + size])
+                at = nul + HEAD + size
+                continue
+            self._emit(data[at : nul + 1])
+            at = nul + 1
+        self._emit(data[at:nul])
+        self._rest = data[nul:]
+
+    def end(self) -> None:
+        """Nothing more comes: what was held back is output."""
+        rest, self._rest = self._rest, b""
+        self._emit(rest)
+
+    def gap(self) -> None:
+        self._rest = b""
+
+    def _emit(self, data: bytes) -> None:
+        if self.hunting:
+            self.dropped = (self.dropped + data)[-2000:]
+        elif data:
+            self._output(data)
+
+    def _frame(self, one: bytes, letter: bytes, payload: bytes) -> None:
+        self.hunting = False
+        self._size += len(payload)
+        if self._size > MAX_MESSAGE:
+            self._parts = None
+        elif self._parts is not None:
+            self._parts.append(payload)
+        if letter.isupper():
+            return
+        whole = None if self._parts is None else b"".join(self._parts)
+        self._parts, self._size = [], 0
+        self._message(letter, one.decode(), whole)
+
+
+def _size(head: bytes) -> int | None:
+    try:
+        size = int(head[34:38], 16)
+    except ValueError:
+        return None
+    return size if size <= FRAME - HEAD and head[33:34].isalpha() else None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run came to. ``ended`` is how the session's process ended, if it did; ``code`` is None
+    where the run did not finish. ``files`` are paths inside the guest that the code handed over."""
+
+    result: str | None = None
+    error: CodeError | None = None
+    artifacts: list[Artifact] = field(default_factory=list)
+    files: list[tuple[str, str, str]] = field(default_factory=list)
+    code: int | None = None
+    leaves: bool = False
+    ended: ExitStatus | None = None
+    timed_out: bool = False
+    truncated: bool = False
+    room: int = MAX_ARTIFACT_BYTES
+
+
+class Output(Protocol):
+    """What takes a run's output: ``feed`` and ``skip``, as the yard's Capture has them."""
+
+    def feed(self, data: bytes) -> None: ...
+
+    def skip(self, size: int) -> None: ...
+
+
+class Nowhere:
+    """Takes output that nobody wants."""
+
+    def feed(self, data: bytes) -> None:
+        pass
+
+    def skip(self, size: int) -> None:
+        pass
+
+
+class CodeSession:
+    """A live interpreter. One run at a time: the caller sees to that.
+
+    Args:
+        fresh: It was just spawned; nobody else has spoken to it.
+    """
+
+    def __init__(self, process: GuestProcess, language: Language, *, fresh: bool) -> None:
+        self.process = process
+        self.language = language
+        self.fresh = fresh
+        # Whether what is in the pipes is not known to be the answer to our last request.
+        self.astray = not fresh
+        process.hold()
+        self._splitters = {
+            "stdout": Splitter(lambda data: self._out.feed(data), self._on_stdout),
+            "stderr": Splitter(lambda data: self._err.feed(data), self._on_stderr),
+        }
+        self._out: Output = Nowhere()
+        self._err: Output = Nowhere()
+        self._run = self._mark = ""
+        self._outcome = Outcome()
+        self._heard = False
+        self._begun: Callable[[], None] = lambda: None
+        self._marks: set[str] = set()
+        self._done: set[str] = set()
+
+    @property
+    def ended(self) -> ExitStatus | None:
+        return self.process.status
+
+    @property
+    def begun(self) -> bool:
+        """Whether it ever answered."""
+        return not self.fresh
+
+    @property
+    def missing(self) -> bool:
+        """Whether the image has no such program."""
+        return self.fresh and self.ended is not None and self.ended.code in (126, 127)
+
+    @property
+    def last_words(self) -> str:
+        """What an interpreter that did not begin said on its stderr."""
+        return self._splitters["stderr"].dropped.decode("utf-8", "replace").strip()
+
+    async def run(self, run: str, code: str, out: Output, err: Output, timeout_s: float | None) -> Outcome:
+        """Run ``code`` as ``run`` (32 hexadecimal digits); a run of that id which goes on, or has
+        just ended, is joined. Time counts from the moment the code begins.
+
+        Raises:
+            SandboxLostError: the machine died. InternalError: the interpreter does not begin.
+        """
+        outcome = self._outcome = Outcome()
+        self._out, self._err, self._run = out, err, run
+        self._done.clear()
+        self._marks.clear()
+        self._heard = False
+        if not self.astray:
+            self.process.acknowledge()
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s if self.astray or not self.fresh else START_S) as limit:
+
+                def begun() -> None:
+                    limit.reschedule(None if timeout_s is None else loop.time() + timeout_s)
+
+                self._begun = begun
+                await self._ask(run, code)
+        except TimeoutError:
+            if self.fresh:
+                await self.kill()
+                raise
+            outcome.timed_out = True
+            await self._stop()
+        finally:
+            self._begun = lambda: None
+        if outcome.leaves and self.ended is None:
+            await self._leave()
+        outcome.ended = self.ended
+        return outcome
+
+    async def _ask(self, run: str, code: str) -> None:
+        if self.astray:
+            mark = self._mark = secrets.token_hex(16)
+            for splitter in self._splitters.values():
+                splitter.listen(run, mark, hunting=True)
+            # The empty line ends what another's writer may have left half written.
+            await self.process.write(b"\n" + self.language.mark(mark))
+            await self._read(lambda: self._marked() or self._finished())
+            self.astray = not self._marked()
+            if self._finished() or self.ended is not None:
+                return
+        for splitter in self._splitters.values():
+            splitter.listen(run, hunting=self.fresh)
+        await self.process.write(self.language.request(run, code))
+        await self._read(self._finished)
+
+    def _marked(self) -> bool:
+        return self._marks >= {"stdout", "stderr"}
+
+    def _finished(self) -> bool:
+        return self._done >= {"stdout", "stderr"}
+
+    async def _read(self, enough: Callable[[], bool]) -> None:
+        """Take output until it is enough, or the process has ended."""
+        process = self.process
+        if enough():
+            return
+        async with contextlib.aclosing(process.output()) as items:
+            async for item in items:
+                splitter = self._splitters[item.stream]
+                if item.kind == "gap":
+                    splitter.gap()
+                    (self._out if item.stream == "stdout" else self._err).skip(item.missing)
+                else:
+                    splitter.feed(item.data)
+                if enough():
+                    return
+                if process.unacknowledged > ACKNOWLEDGE_AT:
+                    process.acknowledge()
+        for splitter in self._splitters.values():
+            splitter.end()
+
+    # -- what the program says ---------------------------------------------------------
+
+    def _on_stderr(self, letter: bytes, one: str, payload: bytes | None) -> None:
+        if one == self._mark:
+            self._marks.add("stderr")
+        elif letter == b"f":
+            self._done.add("stderr")
+
+    def _on_stdout(self, letter: bytes, one: str, payload: bytes | None) -> None:
+        outcome = self._outcome
+        if one == self._mark:
+            self._marks.add("stdout")
+            return
+        if letter != b"b" and not self._heard:
+            outcome.truncated = True  # its beginning was no longer kept
+        self._heard = True
+        try:
+            if letter == b"b":
+                self.fresh = False
+                self._begun()
+            elif letter == b"f":
+                finish = _finish(payload or b"{}")
+                outcome.code, outcome.leaves = finish.code & 0xFF, finish.exit
+                self._done.add("stdout")
+            elif payload is None:
+                outcome.truncated = True
+            elif letter == b"r":
+                outcome.result = payload.decode("utf-8", "replace")
+            elif letter == b"x":
+                failure = _failure(payload)
+                outcome.error = CodeError(failure.name[:256], failure.value, failure.traceback)
+            elif letter == b"d":
+                head, _, data = payload.partition(b"\n")
+                shown = _shown(head)
+                self._keep(mime_of(shown.mime), clean_name(shown.name), data)
+            elif letter == b"p":
+                shown = _shown(payload) if payload.startswith(b"{") else _Shown(path=_text(payload))
+                self._name_file(shown)
+        except msgspec.DecodeError:
+            # It said something that cannot be: that is lost, and nothing else.
+            outcome.truncated = True
+            if letter == b"f":
+                self._done.add("stdout")
+
+    def _keep(self, mime: str, name: str | None, data: bytes) -> None:
+        outcome = self._outcome
+        outcome.room -= len(data)
+        if outcome.room < 0 or len(outcome.artifacts) >= MAX_ARTIFACTS:
+            outcome.truncated = True
+        else:
+            outcome.artifacts.append(Artifact(mime, data, name))
+
+    def _name_file(self, shown: _Shown) -> None:
+        path = shown.path or ""
+        if not path.startswith("/") or "\0" in path or len(path) > 4096:
+            return
+        if len(self._outcome.files) >= MAX_ARTIFACTS:
+            self._outcome.truncated = True
+            return
+        name = clean_name(shown.name or path.rpartition("/")[2])
+        mime = mime_of(shown.mime or mimetypes.guess_type(name or "")[0])
+        self._outcome.files.append((path, mime, name or "file"))
+
+    # -- how it is stopped -------------------------------------------------------------
+
+    async def _stop(self) -> None:
+        """Interrupt what runs, and kill the interpreter where that does not help."""
+        def quiet() -> bool:
+            return self._marked() if self.astray else self._finished()
+
+        scopes = (Scope.GROUP,) if self.language.group else (Scope.PROCESS, Scope.GROUP)
+        for scope, wait_s in zip(scopes, INTERRUPT_S[-len(scopes) :], strict=True):
+            self.process.signal(signal.SIGINT, scope=scope)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._read(quiet)
+            if quiet():
+                self.astray = False
+                return
+            if self.ended is not None:
+                return
+        await self.kill()
+
+    async def interrupt(self) -> None:
+        """Stop a run that nobody waits for any more; the session lives on if it can."""
+        if self.ended is None and not self._finished():
+            self._out = self._err = Nowhere()
+            await self._stop()
+
+    async def _leave(self) -> None:
+        """It said that it ends: wait for that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._read(lambda: False)
+                return
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End the interpreter and all that it started.
+
+        Raises:
+            SandboxLostError: it does not end.
+        """
+        self.process.kill_tree()
+        try:
+            async with asyncio.timeout(KILL_S):
+                await self._read(lambda: False)
+        except TimeoutError:
+            raise SandboxLostError(
+                f"code that ran out of time could not be ended within {KILL_S:g} s", cause="guest"
+            ) from None
+
+    async def busy(self, wait_s: float) -> bool:
+        """Whether it does not answer within ``wait_s``; for one that nobody waits for."""
+        try:
+            async with asyncio.timeout(wait_s):
+                mark = self._mark = secrets.token_hex(16)
+                for splitter in self._splitters.values():
+                    splitter.listen(mark, hunting=True)
+                self._marks.clear()
+                await self.process.write(b"\n" + self.language.mark(mark))
+                await self._read(self._marked)
+        except TimeoutError:
+            return True
+        except ForkyardError:
+            return False
+        self.astray = not self._marked()
+        return False
+
+
+def mime_of(said: str | None) -> str:
+    """A MIME type as the guest said it, where it is one."""
+    return said if said and _MIME.fullmatch(said) else "application/octet-stream"
+
+
+def clean_name(said: str | None) -> str | None:
+    """A file's name without directories and unprintable characters; never one with a meaning."""
+    if said is None:
+        return None
+    name = "".join(c for c in said.replace("\\", "/").rpartition("/")[2] if c.isprintable())[:255]
+    return None if name in ("", ".", "..") else name
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def check_code(code: str) -> None:
+    """Raises InvalidRequestError for code that cannot be sent."""
+    if "\0" in code:
+        raise InvalidRequestError("code with a NUL character")
+    if len(code) > MAX_CODE:
+        raise InvalidRequestError(
+            f"the code has {len(code)} characters, {MAX_CODE} are possible",
+            hint="write it to a file, and run that",
+        )
+    try:
+        code.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError("the code is not text that can be sent") from None
