@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from forkyard.types import ExecResult
+from forkyard.types import Change as PathDifference
+from forkyard.types import ExecResult, ExploreResult, VariantResult
 
 Labels = dict[str, str]
 
@@ -356,6 +357,59 @@ class Rewind(SandboxChange, kw_only=True):
     to: str | None = None
 
 
+class DiffRequest(SandboxRequest, kw_only=True):
+    """``since``: a snapshot or checkpoint; None is what the sandbox started from."""
+
+    since: str | None = None
+
+
+class Apply(SandboxChange, kw_only=True):
+    """``paths``: only these, and what is below them."""
+
+    changes: list[PathDifference]
+    paths: list[str] | None = None
+    user: str | None = None
+
+
+class Variant(Request, kw_only=True):
+    """One way to try: ``command`` (for ``/bin/sh -c``) or ``argv``, after ``files`` were written."""
+
+    name: str
+    command: str | None = None
+    argv: list[str] | None = None
+    files: dict[str, bytes] = {}
+    env: dict[str, str] = {}
+
+
+class Explore(Change, kw_only=True):
+    """``keep="choose"``: all copies are kept until an :class:`ExploreChoice` names one."""
+
+    source: str | None = None
+    image: str | None = None
+    variants: list[Variant]
+    timeout_s: float | None = None
+    parallel: int | None = None
+    keep: Literal["fastest", "first", "choose"] = "fastest"
+    lease: Lease | None = None
+
+
+class ExploreChoice(Change, kw_only=True):
+    """``explore`` is the request id of the Explore, ``winner`` a variant's name or None."""
+
+    explore: str
+    winner: str | None = None
+
+
+class ExploreEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One event of an explore: ``frozen``, a variant that is ``started`` (its copy runs) or has a
+    ``result`` (as yet without a diff), ``choose`` with an outcome to choose from, ``done``."""
+
+    kind: Literal["frozen", "started", "result", "choose", "done"]
+    name: str = ""
+    result: VariantResult | None = None
+    outcome: ExploreResult | None = None
+
+
 class Tree(Request, kw_only=True):
     root: str | None = None
 
@@ -364,6 +418,12 @@ class Audit(Request, kw_only=True):
     sandbox: str | None = None
     since: float | None = None
     limit: int = 10_000
+
+
+class VerifyAudit(Request, kw_only=True):
+    """``head``: number and hash of a record that has to be there."""
+
+    head: tuple[int, str] | None = None
 
 
 class CapacityRequest(Request, kw_only=True):

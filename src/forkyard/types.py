@@ -343,3 +343,118 @@ class Transfer(Record):
     files: int
     size_bytes: int
     skipped: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Change(Record):
+    """One path at which two states of a disk differ.
+
+    ``kind`` is file, dir, link, fifo, socket, char or block: what is there now, or what was there
+    if it was deleted. ``mode`` (permission bits) is None if it was deleted, ``old_mode`` and
+    ``old_kind`` are None if it was added. ``content``: what a file holds or where a link leads
+    differs, not only the mode or the owner. ``data`` is then the file's new content; ``omitted``
+    says that it was too large to be carried along. ``target`` is where a link leads.
+    ``raw_path`` and ``raw_target`` are the bytes of a name that is no UTF-8, which ``path`` and
+    ``target`` show with escapes.
+    """
+
+    path: str
+    kind: str
+    mode: int | None
+    old_kind: str | None = None
+    old_mode: int | None = None
+    size: int = 0
+    old_size: int = 0
+    uid: int = 0
+    gid: int = 0
+    content: bool = True
+    target: str | None = None
+    data: bytes | None = None
+    omitted: bool = False
+    raw_path: bytes = b""
+    raw_target: bytes = b""
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True, slots=True)
+class Diff(Record):
+    """What differs between two states of a disk, by path.
+
+    ``patch`` is a unified diff of the text files, in git's form; other files are named in it.
+    ``complete`` is False where a file's new content is not in here (see ``Change.omitted``), so
+    that ``apply`` refuses it. ``skipped`` names directories whose paths are too long to be looked
+    into. ``frozen_ms`` is how long saving the disk took, ``compare_ms`` how long comparing.
+    """
+
+    added: list[Change]
+    modified: list[Change]
+    deleted: list[Change]
+    patch: str = ""
+    complete: bool = True
+    skipped: list[str] = field(default_factory=list)
+    frozen_ms: float = 0.0
+    compare_ms: float = 0.0
+
+    @property
+    def changes(self) -> list[Change]:
+        """All of them, by path."""
+        return sorted([*self.added, *self.modified, *self.deleted], key=lambda change: change.path)
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all of them."""
+        return [change.path for change in self.changes]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.added or self.modified or self.deleted)
+
+
+@dataclass(frozen=True, slots=True)
+class VariantResult(Record):
+    """How one variant of an ``explore`` went.
+
+    ``state``: ``passed`` (it exited with 0), ``failed``, ``timed_out``, ``cancelled`` (it could
+    not win any more) or ``error`` (there was no copy to run it in, or it was lost; see ``error``).
+    ``output`` is the end of what it wrote, both streams in order. ``duration_ms`` is its command's
+    time, ``start_ms`` that of its copy. ``diff`` is what it changed on its copy's disk, where it
+    ran to an end. ``id`` and ``sandbox`` are the copy's, where it is kept.
+    """
+
+    name: str
+    ok: bool
+    state: Literal["passed", "failed", "timed_out", "cancelled", "error"]
+    exit_code: int | None = None
+    duration_ms: float = 0.0
+    start_ms: float = 0.0
+    output: str = ""
+    diff: Diff | None = None
+    id: str | None = None
+    sandbox: SandboxInfo | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExploreResult(Record):
+    """``winner`` is None if no variant passed; its copy is then the only one that is left.
+    ``results`` are in the variants' order."""
+
+    winner: VariantResult | None
+    results: list[VariantResult]
+    paused_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AuditVerdict(Record):
+    """``seq`` is the first record that is wrong, or the newest one if all are right; ``why`` says
+    what is wrong. ``head`` is the newest record's number and hash: kept elsewhere, it proves later
+    that nothing was cut off."""
+
+    ok: bool
+    seq: int
+    why: str = ""
+    head: tuple[int, str] | None = None

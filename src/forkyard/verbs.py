@@ -103,16 +103,22 @@ VERBS: dict[str, Verb] = {
     "delete_checkpoint": Verb(rq.DeleteCheckpoint, None, changes=True),
     "rewind": Verb(rq.Rewind, ty.SandboxInfo, changes=True),
     "tree": Verb(rq.Tree, list[ty.TreeNode]),
+    # what differs, what is best
+    "diff": Verb(rq.DiffRequest, ty.Diff, gone="cancel"),
+    "apply": Verb(rq.Apply, ty.Transfer, changes=True, keep=False),
+    "explore_choose": Verb(rq.ExploreChoice, None, changes=True, keep=False),
     # templates, watching
     "list_templates": Verb(rq.Empty, list[ty.TemplateInfo]),
     "delete_template": Verb(rq.DeleteTemplate, None, changes=True),
     "audit": Verb(rq.Audit, list[ty.AuditRecord]),
+    "verify_audit": Verb(rq.VerifyAudit, ty.AuditVerdict, gone="cancel"),
 }
 
 STREAMS: dict[str, Verb] = {
     "spawn": Verb(rq.Spawn, rq.StreamEvent, changes=True, at="execs"),
     "attach": Verb(rq.Attach, rq.StreamEvent, at="execs"),
     "events": Verb(rq.Events, ty.Event),
+    "explore": Verb(rq.Explore, rq.ExploreEvent, changes=True, gone="cancel"),
 }
 """Replies are frames, each the encoding of one ``reply``; closing the connection ends them."""
 

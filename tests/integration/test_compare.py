@@ -43,6 +43,10 @@ async def store(request, tmp_home):
     await disks.close()
 
 
+def _sh(script: str, cwd: Path) -> None:
+    subprocess.run(["bash", "-ec", script], cwd=cwd, check=True)
+
+
 async def _base(store: DiskStore) -> str:
     async def fill(directory: Path) -> None:
         (directory / "etc").mkdir()
@@ -93,13 +97,13 @@ async def test_stacks_differ_as_their_views_do(store):
     for n, step in enumerate(STEPS):
         box = await store.create_box(f"bx{n}", chain, 100)
         views[0] = views[0] or _shown(box.rootfs)
-        subprocess.run(["sh", "-ec", step], cwd=box.rootfs, check=True)
+        _sh(step, box.rootfs)
         await store.seal(f"bx{n}", f"l{n}")
         chain = [f"l{n}", *box.layers]
         stacks.append(chain)
         views.append(_shown(box.rootfs))
         if n % 2:  # a seal more, of the same box: a snapshot's younger sibling
-            subprocess.run(["sh", "-ec", f"echo {n} > sibling; rm -f zeros"], cwd=box.rootfs, check=True)
+            _sh(f"echo {n} > sibling; rm -f zeros", box.rootfs)
             await store.seal(f"bx{n}", f"m{n}")
             stacks.append([f"m{n}", *box.layers])
             views.append(_shown(box.rootfs))
@@ -134,7 +138,7 @@ async def test_links_do_not_lead_out(store, tmp_path):
     (tmp_path / "secret").write_text("the host's")
     box = await store.create_box("bx", ["base"], 100)
     for name in ("etc", "opq"):
-        subprocess.run(["rm", "-rf", box.rootfs / name], check=True)
+        _sh(f"rm -rf {name}", box.rootfs)
         (box.rootfs / name).symlink_to(tmp_path)
     await store.seal("bx", "top")
 
@@ -150,8 +154,7 @@ async def test_paths_longer_than_the_kernel_takes(store):
         pytest.skip("a plain store's own copies stop at such paths")
     await _base(store)
     box = await store.create_box("bx", ["base"], 100)
-    script = "i=0; while [ $i -lt 30 ]; do mkdir $(printf %200s | tr ' ' x); cd x*; i=$((i+1)); done; touch end"
-    subprocess.run(["bash", "-ec", script], cwd=box.rootfs, check=True)
+    _sh("for i in $(seq 30); do mkdir $(printf %200s | tr ' ' x); cd x*; done; touch end", box.rootfs)
     await store.seal("bx", "top")
     unreadable = Unreadable()
     found = await store.compare(["top", "base"], ["base"], list, unreadable=unreadable)

@@ -173,6 +173,31 @@ def made(kind: type[T], **fields: Any) -> T:
         raise errors.InvalidRequestError(f"{kind.__name__}: {error}") from None
 
 
+def variant(given: Any, number: int) -> rq.Variant:
+    """One of ``explore``'s variants: a command, or a mapping with one."""
+    if not isinstance(given, Mapping):
+        return made(rq.Variant, name=f"variant-{number}", **command_fields(given))
+    extra = given.keys() - {"name", "command", "files", "env"}
+    if extra or "command" not in given:
+        what = f"has an unknown {min(extra)!r}" if extra else "has no command"
+        raise errors.InvalidRequestError(
+            f"variant {number} {what}", hint="give a command, or {name, command, files, env}"
+        )
+    files = {}
+    for path, data in (given.get("files") or {}).items():
+        raw = as_bytes(data)
+        if raw is None:
+            raise errors.InvalidRequestError(f"{path}: data is bytes or text, not {type(data).__name__}")
+        files[os.fspath(path)] = raw
+    return made(
+        rq.Variant,
+        name=given.get("name") or f"variant-{number}",
+        files=files,
+        env=dict(given.get("env") or {}),
+        **command_fields(given["command"]),
+    )
+
+
 def stdin_parts(stdin: Stdin) -> tuple[bytes | None, Iterator[bytes] | None, bool]:
     """``(inline, stream, repeatable)`` of what the caller gave as standard input."""
     if stdin is None:

@@ -12,13 +12,14 @@ from forkyard import config, errors
 from forkyard import requests as rq
 from forkyard import types as ty
 from forkyard.client import _protocol as protocol
+from forkyard.client.aio_branching import AsyncBranching
 from forkyard.client.aio_files import AsyncFiles
 from forkyard.client.aio_running import AsyncRunning
 from forkyard.client.aio_sandbox import AsyncSandbox
 from forkyard.client.aio_transport import AsyncTransport
 
 
-class AsyncClient(AsyncRunning, AsyncFiles):
+class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching):
     """Talks to this machine's daemon, and starts it when none runs.
 
     It may be shared between threads, pickled (the copy connects again) and used after
@@ -444,6 +445,11 @@ class AsyncClient(AsyncRunning, AsyncFiles):
         return await self._transport.call(
             "audit", protocol.made(rq.Audit, sandbox=sandbox, since=since, limit=limit)
         )
+
+    async def verify_audit(self, head: tuple[int, str] | None = None) -> ty.AuditVerdict:
+        """Check the audit log's whole chain, and that the record ``head`` (number and hash, kept
+        elsewhere) is still in it."""
+        return await self._transport.call("verify_audit", protocol.made(rq.VerifyAudit, head=head))
 
     async def events(self, sandbox: str | None = None) -> AsyncIterator[ty.Event]:
         """What happens from now on, as it happens. Ends only with the daemon (UnavailableError)."""

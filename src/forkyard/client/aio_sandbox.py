@@ -14,6 +14,7 @@ from forkyard.types import CodeResult, ExecResult, FileInfo, ProcessInfo, Transf
 
 if TYPE_CHECKING:
     from forkyard.client.aio import AsyncClient
+    from forkyard.client.aio_branching import Chooser, Progress
     from forkyard.client.aio_files import Data
     from forkyard.client.aio_process import AsyncProcess
     from forkyard.client.aio_running import Keep
@@ -111,6 +112,18 @@ class AsyncSandbox:
     def events(self) -> AsyncIterator[ty.Event]:
         """See :meth:`AsyncClient.events`; ``sandbox`` is this one."""
         return self.client.events(self.id)
+
+    async def diff(self, since: str | None=None) -> ty.Diff:
+        """See :meth:`AsyncClient.diff`; ``sandbox`` is this one."""
+        return await self.client.diff(self.id, since=since)
+
+    async def apply(self, diff: ty.Diff, paths: Sequence[str] | None=None, user: str | None=None, *, request_id: str | None=None) -> ty.Transfer:
+        """See :meth:`AsyncClient.apply`; ``sandbox`` is this one."""
+        return await self.client.apply(self.id, diff=diff, paths=paths, user=user, request_id=request_id)
+
+    async def explore(self, variants: Sequence[str | Sequence[str] | Mapping[str, Any]], *, image: str | None=None, timeout_s: float | None=None, parallel: int | None=None, keep: Chooser='fastest', on_progress: Progress | None=None, lease: str | None=None) -> ty.ExploreResult:
+        """See :meth:`AsyncClient.explore`; ``source`` is this one."""
+        return await self.client.explore(self.id, variants=variants, image=image, timeout_s=timeout_s, parallel=parallel, keep=keep, on_progress=on_progress, lease=lease)
 
     async def shell(self, command: str, *, timeout_s: float | None=None, cwd: str | None=None, env: Mapping[str, str] | None=None, user: str | None=None, stdin: Stdin=None, login: bool=False, merge: bool=False, max_output: int=DEFAULT_MAX_OUTPUT, keep: Keep='both', check: bool=False, request_id: str | None=None) -> ExecResult:
         """See :meth:`AsyncClient.shell`; ``sandbox`` is this one."""

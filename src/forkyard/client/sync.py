@@ -14,13 +14,14 @@ from forkyard import config, errors
 from forkyard import requests as rq
 from forkyard import types as ty
 from forkyard.client import _protocol as protocol
+from forkyard.client.sync_branching import Branching
 from forkyard.client.sync_files import Files
 from forkyard.client.sync_running import Running
 from forkyard.client.sync_sandbox import Sandbox
 from forkyard.client.sync_transport import Transport
 
 
-class Client(Running, Files):
+class Client(Running, Files, Branching):
     """Talks to this machine's daemon, and starts it when none runs.
 
     It may be shared between threads, pickled (the copy connects again) and used after
@@ -446,6 +447,11 @@ class Client(Running, Files):
         return self._transport.call(
             "audit", protocol.made(rq.Audit, sandbox=sandbox, since=since, limit=limit)
         )
+
+    def verify_audit(self, head: tuple[int, str] | None = None) -> ty.AuditVerdict:
+        """Check the audit log's whole chain, and that the record ``head`` (number and hash, kept
+        elsewhere) is still in it."""
+        return self._transport.call("verify_audit", protocol.made(rq.VerifyAudit, head=head))
 
     def events(self, sandbox: str | None = None) -> Iterator[ty.Event]:
         """What happens from now on, as it happens. Ends only with the daemon (UnavailableError)."""

@@ -93,7 +93,7 @@ class Lifecycle:
     async def _announce(self, plan: Plan) -> Sandbox:
         sandbox = Sandbox(plan.doc)
         self.context.sandboxes.add(sandbox)
-        self.snapshots.hold(plan.doc.layers)
+        self.snapshots.hold(plan.doc.held())
         try:
             await self.context.save(sandboxes=[plan.doc])
         except BaseException:
@@ -107,7 +107,7 @@ class Lifecycle:
         # A cancelled save may have been done all the same.
         with contextlib.suppress(ForkyardError):
             await self.context.save(sandboxes=[sandbox.doc])
-        await self.snapshots.release(sandbox.doc.layers)
+        await self.snapshots.release(sandbox.doc.held())
 
     def _launch(
         self, sandbox: Sandbox, plan: Plan, caller: Caller, wait_s: float, *, keep_failed: bool
@@ -384,8 +384,8 @@ class Lifecycle:
         await self.context.save(sandboxes=[doc], gone=[kept.id for kept in owned])
         for kept in owned:
             await self.snapshots.discard(kept, save=False)
-        await self.snapshots.release(doc.layers)
-        doc.layers = []
+        await self.snapshots.release(doc.held())
+        doc.layers, doc.origin = [], []
         await self.snapshots.forget_unused(doc.snapshot)
 
     # -- for those who use a sandbox ---------------------------------------------------

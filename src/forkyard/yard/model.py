@@ -20,10 +20,12 @@ LIVE = ("creating", "running", "stopped", "failed")
 class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A sandbox as the catalog keeps it.
 
-    ``layers`` are the read-only layers under its disk, top first; ``checkpoint`` is the newest
-    checkpoint among the ancestors of its present state; ``resume`` the hidden snapshot that a
-    stopped sandbox starts from; ``napping`` that it was stopped for being idle and that the
-    next call starts it. ``deadline`` is in seconds of the boot-time clock of ``boot_id``.
+    ``layers`` are the read-only layers under its disk, top first, ``origin`` those that it
+    started from, kept for as long as it lives; ``checkpoint`` is the newest checkpoint among the
+    ancestors of its present state; ``resume`` the hidden snapshot that a stopped sandbox starts
+    from; ``napping`` that it was stopped for being idle and that the next call starts it;
+    ``trial`` the explore that it may not outlive unless it wins. ``deadline`` is in seconds of
+    the boot-time clock of ``boot_id``.
     """
 
     id: str
@@ -58,15 +60,21 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     failure: dict[str, str] | None = None
     box: str = ""
     layers: list[str] = []
+    origin: list[str] = []
     machine: dict[str, Any] | None = None
     agent: str = ""
     resume: str | None = None
     napping: bool = False
     lease: Lease | None = None
     generation: int = 0
+    trial: str = ""
     shape_mem_mb: int = 0
     shape_disk_mb: int = 0
     processes: int = 0
+
+    def held(self) -> list[str]:
+        """The layers that it needs."""
+        return [*self.layers, *self.origin]
 
     def set_ttl(self, ttl_min: float | None, boot_id: str) -> None:
         """Let it expire ``ttl_min`` minutes from now, or never."""

@@ -106,6 +106,7 @@ def _from_template(
         workdir=template.workdir,
         env={**template.env, **request.env},
         layers=list(template.layers),
+        origin=list(template.layers),
         **_limit_fields(bounds),
         **common,
     )
@@ -163,6 +164,7 @@ def from_snapshot(
         parent=source.sandbox,
         memory_restored=restore,
         layers=list(source.layers),
+        origin=list(source.layers),
         **common,
     )
     return Plan(

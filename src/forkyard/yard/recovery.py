@@ -41,13 +41,13 @@ class Recovery:
             snapshots.hold(snapshot.layers)
         half_made = []
         for doc in sandboxes:
-            if doc.state == "creating":
+            if doc.state == "creating" or doc.trial:
                 doc.state = "deleted"
                 half_made.append(doc)
                 continue
             sandbox = Sandbox(doc)
             context.sandboxes.add(sandbox)
-            snapshots.hold(doc.layers)
+            snapshots.hold(doc.held())
             self.lifecycle.leases.rebase_deadline(sandbox)
         if half_made:
             await context.save(sandboxes=half_made)

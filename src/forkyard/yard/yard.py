@@ -12,7 +12,7 @@ from typing import Any
 import forkyard
 from forkyard import requests as rq
 from forkyard import types as ty
-from forkyard.audit import AuditLog
+from forkyard.audit import AuditLog, verify
 from forkyard.config import Settings, short
 from forkyard.engines import open_engine
 from forkyard.engines.base import Engine
@@ -30,10 +30,13 @@ from forkyard.store.images import Images
 from forkyard.wire import VERSION as WIRE_VERSION
 from forkyard.yard import agents, names
 from forkyard.yard.admission import Admission
+from forkyard.yard.applying import Applying
 from forkyard.yard.background import Services
 from forkyard.yard.code import Code
 from forkyard.yard.context import Context, Sandboxes, locked
+from forkyard.yard.diffs import Diffs
 from forkyard.yard.execs import Execs
+from forkyard.yard.exploring import Exploring
 from forkyard.yard.files import Files
 from forkyard.yard.forking import Forking
 from forkyard.yard.git import Git
@@ -47,6 +50,8 @@ from forkyard.yard.recovery import Recovery
 from forkyard.yard.replies import Replies
 from forkyard.yard.snapshots import Snapshots
 from forkyard.yard.templates import Templates, shape
+
+VERIFY_TRIES = 5
 
 log = logging.getLogger("forkyard.yard")
 
@@ -67,6 +72,9 @@ class Yard:
         self.code = Code(self.lifecycle)
         self.repositories = Git(self.lifecycle, self.execs)
         self.files = Files(self.lifecycle)
+        self.diffs = Diffs(self.lifecycle)
+        self.applying = Applying(self.files)
+        self.exploring = Exploring(self.forking, self.execs, self.files, self.diffs)
         self.replies = Replies(context.catalog)
         self.leases.delete = lambda sandbox: self.lifecycle.delete(sandbox, None)
         self.leases.nap = lambda sandbox: self.lifecycle.stop(sandbox, None, napping=True)
@@ -269,6 +277,20 @@ class Yard:
     async def tree(self, request: rq.Tree, caller: rq.Caller) -> list[ty.TreeNode]:
         return tree(self.context, self.templates.all(), request.root)
 
+    # -- what differs, what is best ----------------------------------------------------
+
+    async def diff(self, request: rq.DiffRequest, caller: rq.Caller) -> ty.Diff:
+        return await self.diffs.diff(request, caller)
+
+    async def apply(self, request: rq.Apply, caller: rq.Caller) -> ty.Transfer:
+        return await self.applying.apply(request, caller)
+
+    def explore(self, request: rq.Explore, caller: rq.Caller) -> AsyncIterator[rq.ExploreEvent]:
+        return self.exploring.explore(request, caller)
+
+    async def explore_choose(self, request: rq.ExploreChoice, caller: rq.Caller) -> None:
+        await self.exploring.explore_choose(request, caller)
+
     # -- templates ---------------------------------------------------------------------
 
     async def list_templates(self, request: rq.Empty, caller: rq.Caller) -> list[ty.TemplateInfo]:
@@ -294,6 +316,17 @@ class Yard:
         return await asyncio.to_thread(
             self.context.audit.read, sandbox=wanted, since=request.since, limit=request.limit
         )
+
+    async def verify_audit(self, request: rq.VerifyAudit, caller: rq.Caller) -> ty.AuditVerdict:
+        log = self.context.audit
+        for _ in range(VERIFY_TRIES):
+            head = log.head
+            await log.flush()
+            found = await asyncio.to_thread(verify, log.directory, request.head)
+            if found.ok or found.seq <= head[0]:
+                break
+            # What was wrong is younger than the question: a record that was being written.
+        return ty.AuditVerdict(found.ok, found.seq, found.why, head)
 
     def events(self, request: rq.Events, caller: rq.Caller) -> AsyncIterator[ty.Event]:
         sandbox = self.context.sandboxes.get(request.sandbox).id if request.sandbox else None
