@@ -305,7 +305,7 @@ class Machines:
             raise
         finally:
             paused_ms = (time.perf_counter() - paused) * 1e3
-            await box.guest.unquiesce()
+            await self._go_on(box, quiesced)
         memory_bytes = done.size_bytes if done else 0
         return Frozen(
             layer,
@@ -316,6 +316,15 @@ class Machines:
             dirty_mb,
             quiesced,
         )
+
+    async def _go_on(self, box: Box, quiesced: bool) -> None:
+        """After a freeze. Saving takes bytes that were on their way out of the guest's pipe, so
+        a guest that was not silent needs a new epoch: commands go on in it without a gap."""
+        with contextlib.suppress(ForkyardError):
+            if quiesced:
+                await box.guest.unquiesce()
+            else:
+                await box.guest.attach(self.tg, timeout_s=ATTACH_TIMEOUT_S)
 
     async def _while_paused(self, box: Box, layer: str, image: str | None) -> Any:
         """The part for which the guest stands still; a task of its own, so that no
