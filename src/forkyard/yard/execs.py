@@ -180,7 +180,7 @@ class Execs:
         self, sandbox: Sandbox, box: Box, request: Exec | Spawn, caller: Caller, streamed: bool
     ) -> GuestProcess:
         tag = tag_of(request, caller.uid) if request.request_id else b""
-        wants_stdin = streamed or isinstance(request, Spawn) or request.stdin is not None
+        wants_stdin = streamed or (isinstance(request, Exec) and request.stdin is not None)
         spec = spec_of(request, sandbox, tag, stdin=wants_stdin)
         await self.lifecycle.note_user(sandbox, spec.user)
         return await box.guest.spawn(spec)
@@ -327,7 +327,7 @@ class Execs:
     async def spawn(self, request: Spawn, caller: Caller) -> AsyncIterator[StreamEvent]:
         """See API: ``spawn``. Closing the iterator ends a command that is not detached."""
         sandbox, box = await self.lifecycle.running(request.sandbox)
-        process = await self._spawn(sandbox, box, request, caller, True)
+        process = await self._spawn(sandbox, box, request, caller, request.stdin or request.pty)
         held = self._hold(sandbox, process, audit_of(request, sandbox), caller)
         async for event in self._stream(
             sandbox, box, held, end=not request.detach, timeout_s=request.timeout_s
