@@ -26,7 +26,7 @@ __all__ = ["GIB", "LoopFile"]
 
 GIB = 1 << 30
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LOOP_SET_FD = 0x4C82, 0x4C0A, 0x4C00
-_LOOP_SET_STATUS64, _LOOP_CLR_FD = 0x4C04, 0x4C01
+_LOOP_SET_STATUS64, _LOOP_GET_STATUS64, _LOOP_CLR_FD = 0x4C04, 0x4C05, 0x4C01
 _AUTOCLEAR, _DIRECT_IO = 4, 16
 _MS_NOATIME = 1024
 _STEP = 2 * GIB
@@ -167,6 +167,10 @@ def _attach(path: Path) -> tuple[int, str]:
     if os.fstat(backing).st_size % 4096:
         os.ftruncate(backing, os.fstat(backing).st_size // 4096 * 4096)
     try:
+        # One that was unmounted while in use lives on with its filesystem: a second device
+        # for the same file would have two filesystems write over each other.
+        if (held := _device_of(backing, path.name)) is not None:
+            return held
         for _ in range(64):
             try:
                 control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
@@ -197,6 +201,26 @@ def _attach(path: Path) -> tuple[int, str]:
         raise CapacityError("no free loop device after 64 tries", retryable=True)
     finally:
         os.close(backing)
+
+
+def _device_of(backing: int, name: str) -> tuple[int, str] | None:
+    """The loop device that has the file behind the descriptor ``backing``, opened, if there is one."""
+    file = os.fstat(backing)
+    for entry in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):
+            if Path(entry.read_text().strip().removesuffix(" (deleted)")).name != name:
+                continue
+            device = f"/dev/{entry.parent.parent.name}"
+            fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                status = fcntl.ioctl(fd, _LOOP_GET_STATUS64, bytes(232))
+            except OSError:  # it went meanwhile
+                os.close(fd)
+                continue
+            if struct.unpack_from("2Q", status) == (file.st_dev, file.st_ino):
+                return fd, device
+            os.close(fd)
+    return None
 
 
 def _configure(fd: int, backing: int, path: Path) -> None:
