@@ -254,8 +254,9 @@ def _mv(k: Kernel, p: Proc, args: list[str]) -> int:
 @once("mkdir")
 def _mkdir(k: Kernel, p: Proc, args: list[str]) -> int:
     for arg in [arg for arg in args if not arg.startswith("-")]:
-        path = k.tree.resolve(arg, p.cwd, p.who)
-        if "-p" in args:
+        whole = "-p" in args
+        path = (k.tree.resolve_new if whole else k.tree.resolve)(arg, p.cwd, p.who)
+        if whole:
             k.tree.make_parents(path, p.who)
             if k.tree.is_dir(path):
                 continue

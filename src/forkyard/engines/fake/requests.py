@@ -76,7 +76,7 @@ def _op_write(agent: Agent, number: int, u: Unpacker) -> None:
     if parents & 1:
         above = raw.rpartition("/")[0]
         if above:
-            tree.make_parents(_future(agent, above, user) + "/x", user.who)
+            tree.make_parents(tree.resolve_new(above, user.home, user.who) + "/x", user.who)
     path = tree.resolve(raw, user.home, user.who)
     if tree.is_dir(path):
         raise fault(errno.EISDIR)
@@ -87,20 +87,11 @@ def _op_write(agent: Agent, number: int, u: Unpacker) -> None:
     agent.streams[number] = Upload(agent, number, user.who, path, None if mode == NO_MODE else mode)
 
 
-def _future(agent: Agent, path: str, user: User) -> str:
-    """A directory's path of which only the beginning may exist."""
-    tree = agent.kernel.tree
-    try:
-        return tree.resolve(path, user.home, user.who)
-    except FileNotFoundError:
-        above, _, name = path.rstrip("/").rpartition("/")
-        return f"{_future(agent, above or '/', user).rstrip('/')}/{name}"
-
-
 def _op_mkdir(agent: Agent, number: int, u: Unpacker) -> bytes:
     user, raw = _raw(agent, u)
     mode, parents = u.u32(), u.u8() & 1
-    path = _future(agent, raw, user) if parents else agent.kernel.tree.resolve(raw, user.home, user.who)
+    tree = agent.kernel.tree
+    path = (tree.resolve_new if parents else tree.resolve)(raw, user.home, user.who)
     if parents:
         agent.kernel.tree.make_parents(path, user.who)
         if agent.kernel.tree.is_dir(path):
@@ -115,7 +106,7 @@ def _op_rename(agent: Agent, number: int, u: Unpacker) -> bytes:
     if not tree.exists(path):
         raise fault(errno.ENOENT)
     if u.u8() & 1:
-        target = _future(agent, to, user)
+        target = tree.resolve_new(to, user.home, user.who)
         tree.make_parents(target, user.who)
     tree.rename(path, tree.resolve(to, user.home, user.who, follow=False), user.who)
     return b""

@@ -117,6 +117,14 @@ class Tree:
             raise fault(errno.ENOTDIR)
         return done or "/"
 
+    def resolve_new(self, path: str, cwd: str, who: Who) -> str:
+        """As :meth:`resolve`, of a path of which only the beginning may exist."""
+        try:
+            return self.resolve(path, cwd, who)
+        except FileNotFoundError:
+            above, _, name = path.rstrip("/").rpartition("/")
+            return f"{self.resolve_new(above or '/', cwd, who).rstrip('/')}/{name}"
+
     def _virtual_dirs(self) -> set[str]:
         found = set()
         for name in self.virtual:
