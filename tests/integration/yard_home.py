@@ -31,16 +31,15 @@ from forkyard.setup.runsc import read_engine
 from forkyard.setup.templates import read_template
 
 LENDER = Path(os.environ.get("FORKYARD_TEST_BASE") or SYSTEM_HOME)
-GONE_S = 10
+GONE_S = 30
 
 
 @dataclass
 class YardHome:
-    """A home, and a client of its daemon. ``newest`` says that it runs the newest runsc."""
+    """A home, and a client of its daemon."""
 
     home: Path
     client: Client
-    newest: bool = False
 
     @property
     def pid(self) -> int:
@@ -106,18 +105,20 @@ def open_home(runsc: Path | None = None) -> Iterator[YardHome]:
             settings = Settings(home=home, socket=home / "daemon.sock", base_from=LENDER)
             assert asyncio.run(quick_setup(settings))
             (home / "config.toml").write_text(f'runsc = "{runsc}"\n')
-        yard = YardHome(home, Client(home=home), runsc is not None)
+        yard = YardHome(home, Client(home=home))
         try:
-            assert yard.client.health().ok
+            # The first sandbox of an engine without a memory image for it has one made behind it.
+            yard.client.create_sandbox()
+            yard.clear()
             yield yard
             pid = yard.pid
             yard.clear()
             yard.client.shutdown("delete")
             eventually(lambda: Path(f"/proc/{pid}").exists(), 20)
             yard.client.close()
-            eventually(lambda: mounts.mounts_below(home))
-            eventually(lambda: loops_below(home))
-            eventually(lambda: processes_below(home) + processes_of(home))
+            eventually(lambda: mounts.mounts_below(home), GONE_S)
+            eventually(lambda: loops_below(home), GONE_S)
+            eventually(lambda: processes_below(home) + processes_of(home), GONE_S)
             eventually(yard.groups)
             assert not (home / "daemon.sock").exists() and not (home / "daemon.json").exists()
         finally:
@@ -139,12 +140,12 @@ def _force_away(yard: YardHome) -> None:
     shutil.rmtree(yard.home, ignore_errors=True)
 
 
-def newest_runsc() -> Path | None:
-    """The newest runsc that set-up built, or the one in ``FORKYARD_TEST_NEWEST``."""
-    if path := os.environ.get("FORKYARD_TEST_NEWEST"):
+def find_runsc(origin: str) -> Path | None:
+    """A runsc that set-up knows: ``debian``'s, or the ``newest`` (``FORKYARD_TEST_NEWEST``)."""
+    if origin == "newest" and (path := os.environ.get("FORKYARD_TEST_NEWEST")):
         return Path(path)
     known = (read_engine(LENDER) or {}).get("candidates", [])
-    return next((Path(c["runsc"]) for c in known if c["origin"] == "newest"), None)
+    return next((Path(c["runsc"]) for c in known if c["origin"] == origin), None)
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +156,19 @@ def yard() -> Iterator[YardHome]:
 
 
 @pytest.fixture(scope="module")
+def debian_yard() -> Iterator[YardHome]:
+    """As ``yard``, on Debian 13's runsc."""
+    path = find_runsc("debian")
+    if path is None:
+        pytest.skip("Debian's runsc is not installed")
+    with open_home(path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def newest_yard() -> Iterator[YardHome]:
-    """One home for the tests of a module, on the newest runsc; mark its users ``newest``."""
-    path = newest_runsc()
+    """As ``yard``, on the newest runsc; mark its users ``newest``."""
+    path = find_runsc("newest")
     if path is None:
         pytest.skip("no newest runsc: forkyard setup --newest builds it")
     with open_home(path) as made:
@@ -169,13 +180,6 @@ def client(yard: YardHome) -> Iterator[Client]:
     """The client of the module's home, which has no sandbox before and after the test."""
     yield yard.client
     yard.clear()
-
-
-@pytest.fixture
-def newest_client(newest_yard: YardHome) -> Iterator[Client]:
-    """As ``client``, on the newest runsc."""
-    yield newest_yard.client
-    newest_yard.clear()
 
 
 def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
