@@ -21,7 +21,7 @@ CLIENT = Path(__file__).resolve().parents[1] / "src" / "forkyard" / "client"
 HANDLE = "aio_sandbox.py"
 SOURCES = (
     *("aio.py", "aio_branching.py", "aio_files.py", "aio_process.py", "aio_running.py"),
-    *(HANDLE, "aio_transport.py"),
+    *(HANDLE, "aio_templates.py", "aio_transport.py"),
 )
 HANDLE_FROM = ("aio.py", "aio_branching.py", "aio_running.py", "aio_files.py")
 
@@ -43,6 +43,7 @@ RENAMED = {
     "AsyncRunning": "Running",
     "AsyncSandbox": "Sandbox",
     "AsyncStream": "Stream",
+    "AsyncTemplates": "Templates",
     "AsyncTransport": "Transport",
     "StopAsyncIteration": "StopIteration",
     "__aenter__": "__enter__",

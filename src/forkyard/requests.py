@@ -13,9 +13,11 @@ from typing import Any, Literal
 import msgspec
 
 from forkyard.types import Change as PathDifference
-from forkyard.types import ExecResult, ExploreResult, VariantResult
+from forkyard.types import ExecResult, ExploreResult, TemplateInfo, VariantResult
 
 Labels = dict[str, str]
+ImageFormat = Literal["registry", "oci", "docker-archive", "tar"]
+"""Where an image comes from: a registry, or what the client deposited, and in which form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,9 @@ class CreateSandbox(Change, kw_only=True):
     wait: bool = True
     wait_s: float = 0
     lease: Lease | None = None
+    image_format: ImageFormat = "registry"
+    image_deposit: str | None = None
+    auths: dict[str, str] = {}
 
 
 class SandboxRequest(Request, kw_only=True):
@@ -428,6 +433,60 @@ class VerifyAudit(Request, kw_only=True):
 
 class CapacityRequest(Request, kw_only=True):
     source: str | None = None
+
+
+class Deposit(Change, kw_only=True):
+    """The head of what a template is to be made from; the bytes follow. ``id`` (hexadecimal) is the
+    client's, and names it in the request that uses it up."""
+
+    id: str
+
+
+class TemplateSpec(Request, kw_only=True):
+    """How to make a template: from ``dockerfile`` (its text) and the deposited context, from
+    ``image``, or, with neither, the one that is called ``name``.
+
+    ``warm`` is its warm command (for ``/bin/sh -c``, or an argv; true: the image's own), ``ready``
+    how it is seen to be ready. ``auths`` are logins by registry, ``user:password``. ``pull``:
+    ask registries again for images that are there already.
+    """
+
+    name: str | None = None
+    dockerfile: str | None = None
+    build_args: dict[str, str] = {}
+    image: str | None = None
+    format: ImageFormat = "registry"
+    deposit: str | None = None
+    pull: bool = False
+    auths: dict[str, str] = {}
+    warm: str | list[str] | bool | None = None
+    ready: str | int | None = None
+    ready_timeout_s: float | None = None
+
+
+class MakeTemplate(Change, kw_only=True):
+    spec: TemplateSpec
+
+
+class Prepare(Change, kw_only=True):
+    """All of ``specs``, ``parallel`` at a time; then templates that nothing uses go, least recently
+    used first, until those that were built or pulled fit into ``disk_budget_mb``."""
+
+    specs: list[TemplateSpec]
+    parallel: int | None = None
+    disk_budget_mb: int | None = None
+
+
+class TemplateEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One event while templates are made: progress (``step``, ``output``, ``note``) with ``text``,
+    or the end of the spec at ``index``: ``done`` with ``template``, ``failed`` with ``error``
+    (see errors.to_wire)."""
+
+    kind: Literal["step", "output", "note", "done", "failed"]
+    index: int = 0
+    text: str = ""
+    template: TemplateInfo | None = None
+    error: dict[str, Any] | None = None
 
 
 class DeleteTemplate(Change, kw_only=True):

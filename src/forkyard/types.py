@@ -125,6 +125,10 @@ class ForkResult(Record):
 
 @dataclass(frozen=True, slots=True)
 class TemplateInfo(Record):
+    """``kind`` is ``recipe`` (set-up made it), ``build`` or ``image`` (of which ``image`` is the
+    name). ``warm`` says that sandboxes of the default type start from memory now,
+    ``warm_command`` what runs in them then, if anything."""
+
     name: str
     key: str
     user: str
@@ -133,6 +137,23 @@ class TemplateInfo(Record):
     warm: bool
     created_at: float
     env: dict[str, str] = field(default_factory=dict)
+    kind: str = "recipe"
+    image: str | None = None
+    last_used_at: float = 0.0
+    warm_command: list[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Record):
+    """What is told while a template is made. ``kind`` is ``step`` (an instruction begins),
+    ``output`` (a line that it printed) or ``note``; ``index`` counts the specs of a ``prepare``."""
+
+    kind: str
+    text: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)

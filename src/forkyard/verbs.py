@@ -118,6 +118,9 @@ STREAMS: dict[str, Verb] = {
     "spawn": Verb(rq.Spawn, rq.StreamEvent, changes=True, at="execs"),
     "attach": Verb(rq.Attach, rq.StreamEvent, at="execs"),
     "events": Verb(rq.Events, ty.Event),
+    "build_template": Verb(rq.MakeTemplate, rq.TemplateEvent, changes=True),
+    "pull_template": Verb(rq.MakeTemplate, rq.TemplateEvent, changes=True),
+    "prepare": Verb(rq.Prepare, rq.TemplateEvent, changes=True),
     "explore": Verb(rq.Explore, rq.ExploreEvent, changes=True, gone="cancel"),
 }
 """Replies are frames, each the encoding of one ``reply``; closing the connection ends them."""
@@ -127,6 +130,7 @@ FILES: dict[str, Verb] = {
     "write_file": Verb(rq.WriteFile, None, changes=True, at="files", method="write_stream"),
     "download": Verb(rq.PathRequest, bytes, at="files", method="download_tar"),
     "upload": Verb(rq.PathChange, None, changes=True, at="files", method="upload_tar"),
+    "deposit": Verb(rq.Deposit, None, changes=True),
 }
 """Those that change something take one frame with the request and then raw bytes; the others
 take the request as every verb does and reply with frames of raw bytes. Tar archives hold

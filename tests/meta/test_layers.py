@@ -13,7 +13,7 @@ LONGEST = 600
 
 GROUND = {"", "errors", "types", "requests", "verbs", "wire", "config", "version"}
 HOST = GROUND | {"host"}
-PARTS = {"store", "engines", "guest", "egress", "audit"}
+PARTS = {"store", "engines", "guest", "egress", "audit", "oci"}
 YARD = HOST | PARTS | {"yard"}
 ABOVE = {"cli", "web", "rollouts", "integrations", "fleet"}
 

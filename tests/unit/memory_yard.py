@@ -572,7 +572,7 @@ class MemoryYard:
 
     def __getattr__(self, name: str) -> object:
         # Verbs that no test of the surface asks for: the route table wants them to exist.
-        if name in verbs.VERBS:
+        if name in {*verbs.VERBS, *verbs.STREAMS, *verbs.FILES}:
 
             async def missing(request: rq.Request, caller: Caller) -> None:
                 raise errors.UnsupportedError(f"the yard in memory has no {name}")

@@ -16,10 +16,11 @@ from forkyard.client.aio_branching import AsyncBranching
 from forkyard.client.aio_files import AsyncFiles
 from forkyard.client.aio_running import AsyncRunning
 from forkyard.client.aio_sandbox import AsyncSandbox
+from forkyard.client.aio_templates import AsyncTemplates
 from forkyard.client.aio_transport import AsyncTransport
 
 
-class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching):
+class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
     """Talks to this machine's daemon, and starts it when none runs.
 
     It may be shared between threads, pickled (the copy connects again) and used after
@@ -150,7 +151,8 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching):
 
         Args:
             name: Unique among live ones; made up if absent.
-            template, image, snapshot: What it starts from, one of them; ``base`` if none.
+            template, image, snapshot: What it starts from, one of them; ``base`` if none. An image
+                is pulled if it is not here, as :meth:`pull_template` does.
             type: ``small``, ``medium`` or ``large``; explicit cpus, mem_mb and disk_mb beat it.
             egress: ``deny`` or ``any``; with ``egress_allow`` the hosts that may be reached.
             ttl_min: After so long it is deleted.
@@ -179,10 +181,11 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching):
             "ttl_min": ttl_min,
             "auto_stop_min": auto_stop_min,
         }
+        given = protocol.env_defaults(given)
         request = protocol.made(
             rq.CreateSandbox,
             name=name,
-            **protocol.env_defaults(given),
+            **given | await self._image_fields(image),
             env=dict(env or {}),
             ephemeral=ephemeral,
             labels=dict(labels or {}),

@@ -18,10 +18,11 @@ from forkyard.client.sync_branching import Branching
 from forkyard.client.sync_files import Files
 from forkyard.client.sync_running import Running
 from forkyard.client.sync_sandbox import Sandbox
+from forkyard.client.sync_templates import Templates
 from forkyard.client.sync_transport import Transport
 
 
-class Client(Running, Files, Branching):
+class Client(Running, Files, Branching, Templates):
     """Talks to this machine's daemon, and starts it when none runs.
 
     It may be shared between threads, pickled (the copy connects again) and used after
@@ -152,7 +153,8 @@ class Client(Running, Files, Branching):
 
         Args:
             name: Unique among live ones; made up if absent.
-            template, image, snapshot: What it starts from, one of them; ``base`` if none.
+            template, image, snapshot: What it starts from, one of them; ``base`` if none. An image
+                is pulled if it is not here, as :meth:`pull_template` does.
             type: ``small``, ``medium`` or ``large``; explicit cpus, mem_mb and disk_mb beat it.
             egress: ``deny`` or ``any``; with ``egress_allow`` the hosts that may be reached.
             ttl_min: After so long it is deleted.
@@ -181,10 +183,11 @@ class Client(Running, Files, Branching):
             "ttl_min": ttl_min,
             "auto_stop_min": auto_stop_min,
         }
+        given = protocol.env_defaults(given)
         request = protocol.made(
             rq.CreateSandbox,
             name=name,
-            **protocol.env_defaults(given),
+            **given | self._image_fields(image),
             env=dict(env or {}),
             ephemeral=ephemeral,
             labels=dict(labels or {}),

@@ -98,7 +98,7 @@ async def _serve(settings: config.Settings, ready: _Ready) -> None:
     from forkyard.daemon.server import bind, serving
     from forkyard.host.files import write_atomic
     from forkyard.host.process import become_subreaper, start_time
-    from forkyard.setup import quick_setup
+    from forkyard.setup import apt, quick_setup
     from forkyard.yard.yard import open_yard
 
     become_subreaper()
@@ -112,7 +112,7 @@ async def _serve(settings: config.Settings, ready: _Ready) -> None:
     about = settings.home / "daemon.json"
     # A home of its own beside a machine's ready one borrows that one's engine and base.
     await quick_setup(settings)
-    async with open_yard(settings) as yard, asyncio.TaskGroup() as tasks:
+    async with open_yard(settings, install=apt.install) as yard, asyncio.TaskGroup() as tasks:
         app = App(yard, tasks, stop.set)
         sock = bind(settings.socket)
         async with serving(app, sock, app.drain):

@@ -87,8 +87,12 @@ def _copy_warm_images(other: Path, home: Path) -> None:
     """Take over the memory images of templates: a megabyte each, and named by all that they depend on."""
     for image in (other / "images").glob("warm-*"):
         target = home / "images" / image.name
-        if not (image / "manifest.json").exists() or target.exists():
+        try:
+            manifest = json.loads((image / "manifest.json").read_bytes())
+        except (OSError, ValueError):
             continue
+        if manifest["layers"] or target.exists():
+            continue  # those of a warm command need a disk of that home's own
         target.parent.mkdir(mode=0o700, exist_ok=True)
         # The name of what a crash may leave and the daemon removes.
         scratch = target.with_name(f"{image.name}.tmp")

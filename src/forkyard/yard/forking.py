@@ -263,6 +263,8 @@ class Forking:
     async def _start_one(self, sandbox: Sandbox, plan: Plan) -> None:
         async with locked(sandbox):
             await self.lifecycle.ignite(sandbox, plan)
+        if plan.cold is not None:
+            self.lifecycle.templates.warm_behind(plan.cold, plan.limits)
 
     # -- checkpoint and rewind ---------------------------------------------------------
 

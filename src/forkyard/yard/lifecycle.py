@@ -25,6 +25,7 @@ from forkyard.errors import (
 )
 from forkyard.requests import Caller, CreateSandbox, Lease
 from forkyard.types import SandboxInfo
+from forkyard.yard import warmup
 from forkyard.yard.admission import Admission
 from forkyard.yard.background import begin, finish
 from forkyard.yard.commands import is_root
@@ -156,6 +157,13 @@ class Lifecycle:
         if started.layers != doc.layers:
             # Its disk goes on with a copy of the top layer: that one is not below it.
             await self._move_layers(sandbox, started.layers)
+        if plan.cold is not None and plan.cold.warm is not None:
+            # There is no image that fits: what it would hold is made here.
+            try:
+                await warmup.run(started.guest, plan.cold)
+            except BaseException:
+                await finish(self.context.tg, self.release(sandbox))
+                raise
         doc.agent = plan.agent
         doc.state = "running"
         doc.start_ms = round(started.start_ms, 2)

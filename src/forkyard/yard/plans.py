@@ -52,8 +52,6 @@ def for_create(request: CreateSandbox, context: Context, templates: Templates, s
     Raises:
         InvalidRequestError, NotFoundError, UnsupportedError: it cannot be.
     """
-    if request.image is not None:
-        raise UnsupportedError("image= is not supported in this version", hint="use template= or snapshot=")
     if request.engine not in (None, "auto", context.engine.name):
         raise UnsupportedError(
             f"engine {request.engine!r} is not supported in this version", hint="use gvisor, or leave it out"
@@ -91,6 +89,7 @@ def _from_template(
     defaults = context.settings.defaults
     template = templates.get(request.template or defaults.template)
     type_name = request.type or defaults.type
+    templates.touch(template)
     explicit = request.type is not None
     bounds = limits(
         type_name,
@@ -98,6 +97,8 @@ def _from_template(
         _first(request.mem_mb, None if explicit else defaults.mem_mb),
         _first(request.disk_mb, None if explicit else defaults.disk_mb),
     )
+    image = templates.image(template, bounds)
+    layers = templates.disk(template, image)
     doc = SandboxDoc(
         **_identity(request.name, context),
         template=template.name,
@@ -105,13 +106,14 @@ def _from_template(
         user=request.user or defaults.user or template.user,
         workdir=template.workdir,
         env={**template.env, **request.env},
-        layers=list(template.layers),
-        origin=list(template.layers),
+        layers=layers,
+        origin=list(layers),
+        tainted=template.tainted,
         **_limit_fields(bounds),
         **common,
     )
     plan = Plan(doc, bounds, context.agent, again=True)
-    plan.image = templates.image(template, bounds)
+    plan.image = image
     if plan.image is None:
         plan.cold = template
     else:

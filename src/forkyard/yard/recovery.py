@@ -111,7 +111,7 @@ class Recovery:
         await context.disks.reap(context.disks.stray(boxes, layers))
         images = {doc.image for doc in context.snapshots.values() if doc.image}
         for image in context.images.names():
-            if image not in images and not image.startswith("warm-"):
+            if image not in images and not self.lifecycle.templates.owns(image):
                 log.info("sweeping image %s", image)
                 await context.images.delete_async(image)
 

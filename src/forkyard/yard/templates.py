@@ -1,9 +1,10 @@
 """Templates, and the memory images that make starting from one a restore.
 
 A template is layers and defaults in ``templates/<name>.json``. Its warm image is a cache: a
-machine was booted from it once and saved before it ran anything but the agent. The key
-is all that the image depends on, so a changed engine, agent or template is a miss,
-which boots cold and makes the image behind.
+machine was booted from it once and saved, after its warm command was ready where it has one and
+else before it ran anything but the agent. The key is all that the image depends on, so a
+changed engine, agent or template is a miss, which boots cold (and runs the warm command) and makes
+the image behind. What a warm command wrote is a layer of the image's own, on top of the template's.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from forkyard.config import TYPES
-from forkyard.errors import ForkyardError, NotFoundError
+from forkyard.errors import CorruptSnapshotError, ForkyardError, NotFoundError, UnsupportedError
 from forkyard.host.files import write_atomic
 from forkyard.types import TemplateInfo
+from forkyard.yard import warmup
 from forkyard.yard.context import Context
-from forkyard.yard.machines import Frozen, Limits, Start, identity
+from forkyard.yard.machines import Limits, Start, identity
 
 log = logging.getLogger("forkyard.yard")
 
@@ -30,7 +34,12 @@ PROCESSES = {"small": 512, "medium": 1024, "large": 2048}
 
 
 class TemplateDoc(msgspec.Struct, kw_only=True):
-    """A template as ``templates/<name>.json`` has it."""
+    """A template as ``templates/<name>.json`` has it.
+
+    ``kind`` is ``recipe`` (set-up made it), ``build`` or ``image``. ``content`` identifies the
+    disk and defaults alone, ``source`` what they were made from (so that the same input is made
+    once), ``image`` is the reference that was pulled. ``warm`` is the argv of its warm command.
+    """
 
     name: str
     key: str
@@ -40,6 +49,20 @@ class TemplateDoc(msgspec.Struct, kw_only=True):
     env: dict[str, str] = {}
     size_bytes: int = 0
     created_at: float = 0.0
+    kind: str = "recipe"
+    content: str = ""
+    source: str = ""
+    image: str | None = None
+    entrypoint: list[str] = []
+    cmd: list[str] = []
+    warm: list[str] | None = None
+    ready: str | int | None = None
+    ready_timeout_s: float = warmup.TIMEOUT_S
+
+    @property
+    def tainted(self) -> bool:
+        """Whether root's command has run in what its sandboxes start from."""
+        return self.warm is not None and self.user.partition(":")[0].strip() in ("root", "0", "")
 
 
 class Templates:
@@ -48,6 +71,7 @@ class Templates:
     def __init__(self, context: Context) -> None:
         self.context = context
         self._making: dict[str, asyncio.Task[None]] = {}
+        self._docs: dict[str, tuple[int, TemplateDoc]] = {}
 
     @property
     def directory(self) -> Path:
@@ -55,11 +79,22 @@ class Templates:
 
     def find(self, name: str) -> TemplateDoc | None:
         """The template, or None."""
-        path = self.directory / f"{_file_name(name)}.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=TemplateDoc)
+            return self._read(os.fspath(self._path(name)))
         except FileNotFoundError:
             return None
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{_file_name(name)}.json"
+
+    def _read(self, path: str) -> TemplateDoc:
+        """A template's file; set-up may write one while we run."""
+        changed = os.stat(path).st_ctime_ns
+        known = self._docs.get(path)
+        if known is None or known[0] != changed:
+            with open(path, "rb") as file:
+                known = self._docs[path] = (changed, msgspec.json.decode(file.read(), type=TemplateDoc))
+        return known[1]
 
     def get(self, name: str) -> TemplateDoc:
         """The template.
@@ -77,26 +112,91 @@ class Templates:
     def all(self) -> list[TemplateDoc]:
         """Every template whose file can be read."""
         found = []
-        for path in sorted(self.directory.glob("*.json")):
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                found.append(msgspec.json.decode(path.read_bytes(), type=TemplateDoc))
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.directory) as entries:
+            paths = sorted(entry.path for entry in entries if entry.name.endswith(".json"))
+            for path in paths:
+                with contextlib.suppress(OSError, msgspec.MsgspecError):
+                    found.append(self._read(path))
         return found
 
     def layers(self) -> set[str]:
-        """The layers of all templates."""
-        return {layer for doc in self.all() for layer in doc.layers}
+        """The layers of all templates, those of their warm images included."""
+        docs = self.all()
+        held = {layer for doc in docs for layer in doc.layers}
+        if any(doc.warm for doc in docs):
+            for image in self.context.images.names():
+                if image.startswith("warm-"):
+                    held.update(self._image_layers(image))
+        return held
 
-    def put(self, doc: TemplateDoc) -> None:
-        """Write a template's file whole."""
+    def _image_layers(self, image: str) -> list[str]:
+        """The disk that goes with a warm image; empty where it is the template's own."""
+        with contextlib.suppress(NotFoundError, CorruptSnapshotError, UnsupportedError):
+            return self.context.images.manifest(image).layers
+        return []
+
+    def put(self, doc: TemplateDoc) -> list[str]:
+        """Write a template's file whole.
+
+        Returns:
+            The layers that its predecessor of that name had, for the caller to drop if unheld.
+        """
         self.directory.mkdir(exist_ok=True)
-        write_atomic(self.directory / f"{_file_name(doc.name)}.json", msgspec.json.encode(doc))
+        before = self.find(doc.name)
+        path = self._path(doc.name)
+        write_atomic(path, msgspec.json.encode(doc))
+        self._docs.pop(os.fspath(path), None)
+        return self._forgotten(before) if before is not None else []
 
-    def remove(self, name: str) -> None:
-        """Forget a template and its warm images. Its layers go with their last user."""
+    def remove(self, name: str) -> list[str]:
+        """Forget a template and its warm images.
+
+        Returns:
+            Its layers, for the caller to drop if unheld: they go with their last user.
+        """
         doc = self.get(name)
-        (self.directory / f"{_file_name(name)}.json").unlink()
-        for type_name in TYPES:
-            self.context.images.delete(self._image_name(doc, shape(type_name)))
+        path = self._path(name)
+        path.unlink()
+        self._docs.pop(os.fspath(path), None)
+        return self._forgotten(doc)
+
+    def _forgotten(self, doc: TemplateDoc) -> list[str]:
+        """Delete the warm images of a template that is gone, unless another has the same."""
+        layers = list(doc.layers)
+        tag = _tag(doc)
+        if all(_tag(other) != tag for other in self.all()):
+            for image in self.context.images.names():
+                if image.startswith(tag):
+                    layers += self._image_layers(image)
+                    self.context.images.delete(image)
+        return layers
+
+    def images(self, doc: TemplateDoc) -> list[str]:
+        """The warm images of a template, of every shape."""
+        tag = _tag(doc)
+        return [image for image in self.context.images.names() if image.startswith(tag)]
+
+    def all_layers(self, doc: TemplateDoc) -> list[str]:
+        """A template's layers, and those that its warm images have on top."""
+        extra = [layer for image in self.images(doc) for layer in self._image_layers(image)]
+        return list(dict.fromkeys([*doc.layers, *extra]))
+
+    def owns(self, image: str) -> bool:
+        """Whether a warm image is one of a template there is."""
+        return any(image.startswith(_tag(doc)) for doc in self.all())
+
+    def touch(self, doc: TemplateDoc) -> None:
+        """Note that something was made from it: the time of its file is that of its last use."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path(doc.name))
+            path = os.fspath(self._path(doc.name))
+            self._docs[path] = (os.stat(path).st_ctime_ns, doc)
+
+    def last_used_at(self, doc: TemplateDoc) -> float:
+        """When something was last made from it."""
+        with contextlib.suppress(OSError):
+            return os.stat(self._path(doc.name)).st_mtime
+        return doc.created_at
 
     def info(self, doc: TemplateDoc) -> TemplateInfo:
         """The public view."""
@@ -106,9 +206,13 @@ class Templates:
             user=doc.user,
             workdir=doc.workdir,
             size_bytes=doc.size_bytes,
-            warm=self.image(doc, shape("small")) is not None,
+            warm=self.image(doc, shape(self.context.settings.defaults.type)) is not None,
             created_at=doc.created_at,
             env=dict(doc.env),
+            kind=doc.kind,
+            image=doc.image,
+            last_used_at=self.last_used_at(doc),
+            warm_command=None if doc.warm is None else list(doc.warm),
         )
 
     def image(self, doc: TemplateDoc, shaped: Limits) -> str | None:
@@ -131,10 +235,15 @@ class Templates:
         except (ForkyardError, OSError) as error:
             log.warning("template %s stays cold: %s", doc.name, error)
 
-    async def warm(self, doc: TemplateDoc, shaped: Limits) -> None:
-        """Boot a machine from the template, save its memory, end it.
+    def disk(self, doc: TemplateDoc, image: str | None) -> list[str]:
+        """The layers to start on, with that warm image or without one."""
+        return list((self._image_layers(image) if image else []) or doc.layers)
+
+    async def warm(self, doc: TemplateDoc, shaped: Limits, say: warmup.Say | None = None) -> None:
+        """Boot a machine from the template, run its warm command, save its memory, end it.
 
         Raises:
+            CommandFailedError, DeadlineError: the warm command ended or was not ready in time.
             ForkyardError: it did not boot or could not be saved; starts from it are cold then.
         """
         context = self.context
@@ -145,32 +254,46 @@ class Templates:
         box = await context.machines.start(Start(doc.layers, shaped, who, context.agent))
         layer = f"warm-{box.id}"
         try:
+            if doc.warm is not None:
+                await warmup.run(box.guest, doc, say)
             frozen = await context.machines.freeze(box, layer, name)
         finally:
             await context.machines.end(box)
-        # Nothing ran but the agent, so that the template's own layers are its disk.
-        await context.disks.drop_layer(layer)
-        await self._publish(name, frozen)
-
-    async def _publish(self, name: str, frozen: Frozen) -> None:
-        await self.context.images.publish(
-            name,
-            fingerprint=frozen.fingerprint,
-            agent=self.context.agent,
-            layers=[],
-        )
+        layers: list[str] = []
+        if doc.warm is None:
+            # Nothing ran but the agent, so that the template's own layers are its disk.
+            await context.disks.drop_layer(layer)
+        else:
+            layers = [layer, *box.layers]
+        try:
+            await context.images.publish(
+                name, fingerprint=frozen.fingerprint, agent=context.agent, layers=layers
+            )
+        except BaseException:
+            await context.disks.drop_layer(layer)
+            raise
 
     def _image_name(self, doc: TemplateDoc, shaped: Limits) -> str:
         parts = [
             self.context.engine.fingerprint(),
             self.context.agent,
-            doc.key,
-            doc.layers,
             shaped.shape_mem_mb,
             shaped.shape_disk_mb,
             shaped.processes,
         ]
-        return "warm-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+        return _tag(doc) + _digest(parts)
+
+
+def _tag(doc: TemplateDoc) -> str:
+    """What the names of a template's warm images begin with."""
+    parts: list[Any] = [doc.key, doc.layers]
+    if doc.warm is not None:
+        parts += [doc.warm, doc.ready]
+    return f"warm-{_digest(parts)}-"
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def shape(type_name: str) -> Limits:
@@ -208,4 +331,6 @@ def limits(
 
 def _file_name(name: str) -> str:
     """A template's name is never used as a path."""
-    return name.encode().hex() if not name.replace("-", "").replace("_", "").isalnum() else name
+    if name.replace("-", "").replace("_", "").isalnum():
+        return name
+    return f"={hashlib.sha256(name.encode()).hexdigest()[:40]}"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import forkyard
@@ -24,6 +24,7 @@ from forkyard.errors import (
 )
 from forkyard.host import process
 from forkyard.host.cgroup import Cgroups
+from forkyard.oci.tools import Tools
 from forkyard.store.catalog import Catalog
 from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
@@ -44,6 +45,7 @@ from forkyard.yard.leases import Leases
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.lineage import tree
 from forkyard.yard.machines import Machines
+from forkyard.yard.making import Making
 from forkyard.yard.model import Sandbox
 from forkyard.yard.plans import Plan, check_times, for_create, resolve_egress
 from forkyard.yard.recovery import Recovery
@@ -59,7 +61,7 @@ log = logging.getLogger("forkyard.yard")
 class Yard:
     """Everything on one host. Make one with :func:`open_yard`."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, tools: Tools) -> None:
         self.context = context
         settings = context.settings
         self.templates = Templates(context)
@@ -75,6 +77,7 @@ class Yard:
         self.diffs = Diffs(self.lifecycle)
         self.applying = Applying(self.files)
         self.exploring = Exploring(self.forking, self.execs, self.files, self.diffs)
+        self.making = Making(context, self.templates, self.snapshots, tools)
         self.replies = Replies(context.catalog)
         self.leases.delete = lambda sandbox: self.lifecycle.delete(sandbox, None)
         self.leases.nap = lambda sandbox: self.lifecycle.stop(sandbox, None, napping=True)
@@ -82,7 +85,7 @@ class Yard:
     # -- sandboxes ---------------------------------------------------------------------
 
     async def create_sandbox(self, request: rq.CreateSandbox, caller: rq.Caller) -> ty.SandboxInfo:
-        return await self.lifecycle.create(request, caller)
+        return await self.lifecycle.create(await self.making.for_sandbox(request, caller), caller)
 
     async def get_sandbox(self, request: rq.SandboxRequest, caller: rq.Caller) -> ty.SandboxInfo:
         return self.context.sandboxes.get(request.sandbox).info()
@@ -297,10 +300,19 @@ class Yard:
         return [self.templates.info(doc) for doc in self.templates.all()]
 
     async def delete_template(self, request: rq.DeleteTemplate, caller: rq.Caller) -> None:
-        doc = self.templates.get(request.name)
-        self.templates.remove(request.name)
-        await self.snapshots.drop_unheld(doc.layers)
-        await self.context.record("template.deleted", caller, None, name=request.name)
+        await self.making.delete(request.name, caller)
+
+    async def deposit(self, request: rq.Deposit, chunks: AsyncIterator[bytes], caller: rq.Caller) -> None:
+        await self.making.deposit(request, chunks, caller)
+
+    def build_template(self, request: rq.MakeTemplate, caller: rq.Caller) -> AsyncIterator[rq.TemplateEvent]:
+        return self.making.make(request, caller)
+
+    def pull_template(self, request: rq.MakeTemplate, caller: rq.Caller) -> AsyncIterator[rq.TemplateEvent]:
+        return self.making.make(request, caller)
+
+    def prepare(self, request: rq.Prepare, caller: rq.Caller) -> AsyncIterator[rq.TemplateEvent]:
+        return self.making.prepare(request, caller)
 
     async def warm_template(self, request: rq.WarmTemplate, caller: rq.Caller) -> ty.TemplateInfo:
         doc = self.templates.get(request.name)
@@ -400,13 +412,18 @@ class Yard:
 
 @contextlib.asynccontextmanager
 async def open_yard(
-    settings: Settings, *, engine: Engine | None = None, disks: DiskStore | None = None
+    settings: Settings,
+    *,
+    engine: Engine | None = None,
+    disks: DiskStore | None = None,
+    install: Callable[[list[str]], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Yard]:
     """The yard in ``settings.home``, recovered and running. Leaving it keeps sandboxes running.
 
     Args:
         engine: Runs the machines; by default the one that set-up chose.
         disks: Keeps the disks; by default what the host can do best.
+        install: Installs packages that building and pulling need; by default they are not.
 
     Raises:
         UnavailableError: it was never set up, or something that it needs is missing; says what.
@@ -445,7 +462,9 @@ async def open_yard(
             agent=agents.install(home),
             sandboxes=sandboxes,
         )
-        yard = Yard(context)
+        tools = Tools(home / "builds", install)
+        tools.open()
+        yard = Yard(context, tools)
         await Recovery(yard.lifecycle).run()
         await yard.execs.recover()
         await yard.code.recover()
@@ -459,6 +478,7 @@ async def open_yard(
             yield yard
         finally:
             yard.leases.close()
+            yard.making.close()
             yard.code.detach_all()
             await yard.execs.close()
             await machines.spares.drop_all()
