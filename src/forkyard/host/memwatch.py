@@ -14,14 +14,18 @@ import os
 import select
 from collections.abc import Callable
 
+from forkyard.host.memory import memory_mb
+
 __all__ = ["MemoryWatch", "V1Watch", "V2Watch"]
 
 _MIB = 1 << 20
 _LEAST_S, _MOST_S = 0.02, 1.0
 # how fast a sandbox may fill memory: distance divided by it is the time until the next look
 _FILL_RATE = 2048 * _MIB
-# how often the kernel's limit is raised by another reserve before its killer is let loose
-_RAISES = 3
+# how often the kernel's limit is raised by another reserve before its killer is let loose: the
+# agent of a sandbox full of busy processes takes seconds to act, so more often where the host has room
+_RAISES, _RAISES_WITH_ROOM = 3, 16
+_ROOM_MB = 2048
 
 
 def _put(path: str, text: str | int) -> None:
@@ -190,7 +194,7 @@ class V1Watch(MemoryWatch):
         with contextlib.suppress(OSError):
             if b"under_oom 1" in _get(self._oom_path):
                 self._raised += 1
-                if self._raised > _RAISES:
+                if self._raised > (_RAISES_WITH_ROOM if memory_mb()[1] > _ROOM_MB else _RAISES):
                     _put(self._oom_path, 0)
                 else:
                     _put(self._limit_path, self.limit + (1 + self._raised) * self.reserve)

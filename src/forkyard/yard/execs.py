@@ -9,6 +9,7 @@ the same request id. One that nobody asks for within :data:`ORPHAN_S` is ended.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -55,6 +56,8 @@ ORPHAN_S = 30.0
 KILL_S = 10.0
 # How long the agent keeps an ended command's output, for a reply that is on its way.
 LINGER_S = 0.3
+# So many results of streamed commands are kept for those who ask after the end.
+ENDED = 256
 
 
 @dataclass(slots=True)
@@ -95,6 +98,7 @@ class Execs:
         self.context = lifecycle.context
         self._jobs: dict[tuple[str, int], Job] = {}
         self._held: dict[tuple[str, int], Held] = {}
+        self._ended_held: collections.OrderedDict[tuple[str, int], ExecResult] = collections.OrderedDict()
         self._orphans: dict[bytes, Orphan] = {}
         self._leaving = False
 
@@ -351,6 +355,7 @@ class Execs:
     def _hold(self, sandbox: Sandbox, process: GuestProcess, said: dict[str, Any], caller: Caller) -> Held:
         held = Held(process, time.perf_counter(), said, caller, asyncio.Event())
         self._held[sandbox.id, process.pid] = held
+        self._ended_held.pop((sandbox.id, process.pid), None)
         return held
 
     async def _stream(
@@ -385,6 +390,11 @@ class Execs:
             key = (sandbox.id, process.pid)
             if self._held.get(key) is held:
                 del self._held[key]
+                if held.result is not None:
+                    # Its reader has all of it, and the agent forgets it; somebody else may ask how it ended.
+                    self._ended_held[key] = held.result
+                    if len(self._ended_held) > ENDED:
+                        self._ended_held.popitem(last=False)
             if process.status is None and not self._leaving:
                 if end:
                     begin(self.context.tg, self._end(process))
@@ -469,6 +479,8 @@ class Execs:
             await held.ended.wait()
             if held.result is not None:
                 return held.result
+        elif (ended := self._ended_held.get((sandbox.id, request.pid))) is not None:
+            return ended
         process = await box.guest.process(request.pid)
         # Read without acknowledging, so that whoever attaches next still gets its output.
         process.hold()
