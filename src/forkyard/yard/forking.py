@@ -26,7 +26,7 @@ from forkyard.requests import (
 )
 from forkyard.types import CheckpointInfo, ForkResult, SandboxInfo, SnapshotInfo
 from forkyard.yard import names
-from forkyard.yard.background import finish
+from forkyard.yard.background import begin, finish
 from forkyard.yard.context import locked
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.model import Sandbox, SnapshotDoc, checkpoint_info
@@ -167,11 +167,21 @@ class Forking:
             yield self._kept_source(request.source), None
             return
         await self._wake(sandbox)
-        kept = await finish(self.context.tg, self._freeze_for_fork(sandbox, request.memory, caller))
+        _, freezing = begin(self.context.tg, self._freeze_for_fork(sandbox, request.memory, caller))
+        try:
+            kept = await asyncio.shield(freezing)
+        except asyncio.CancelledError:
+            begin(self.context.tg, self._forget_frozen(freezing))
+            raise
         try:
             yield kept, sandbox
         finally:
             await finish(self.context.tg, self.snapshots.forget_unused(kept.id))
+
+    async def _forget_frozen(self, freezing: asyncio.Future[SnapshotDoc]) -> None:
+        """Drop what a freeze makes that nobody waits for any more."""
+        with contextlib.suppress(ForkyardError, OSError):
+            await self.snapshots.forget_unused((await freezing).id)
 
     async def _freeze_for_fork(self, sandbox: Sandbox, memory: bool, caller: Caller) -> SnapshotDoc:
         async with locked(sandbox):
