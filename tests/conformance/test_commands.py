@@ -149,7 +149,7 @@ async def test_who_goes_away_ends_his_command(yard: TestYard, box: str) -> None:
 
 
 async def test_a_spawned_process(yard: TestYard, box: str) -> None:
-    stream = yard.spawn(box, "echo ready; cat; exit 5")
+    stream = yard.spawn(box, "echo ready; cat; exit 5", stdin=True)
     started = await anext(stream)
     assert started.kind == "started" and started.pid > 1
     said = await anext(stream)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from bench_of_machines import Bench, bench_of, out

@@ -271,8 +271,8 @@ class Agent:
         more = False
         if state.quiesce == "no":
             for stream in list(self.streams.values()):
-                if len(state.out) < BULK_ROOM:
-                    more = stream.pump() or more
+                # Without room it goes on when what is there has left.
+                more = len(state.out) >= BULK_ROOM or stream.pump() or more
         return busy or more or k.runnable()
 
     def _discard(self) -> None:

@@ -1,0 +1,121 @@
+"""Who a sandbox lives for, and until when."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from yards import TestYard, until
+
+from forkyard import requests as rq
+from forkyard.errors import ConflictError
+from forkyard.host import process
+from forkyard.yard import leases
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is checked once a second is checked often."""
+    monkeypatch.setattr(leases, "TICK_S", 0.02)
+
+
+@pytest.fixture
+def holder() -> Iterator[rq.Lease]:
+    """A process that holds a lease, and does nothing else."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield rq.Lease(pid=child.pid, start_time=process.start_time(child.pid))
+    finally:
+        child.kill()
+        child.wait()
+
+
+def gone(yard: TestYard, ref: str) -> bool:
+    return yard.context.sandboxes.find(ref) is None
+
+
+async def test_a_killed_client_takes_its_sandboxes_along(yard: TestYard, holder: rq.Lease) -> None:
+    assert holder.pid is not None
+    held = [await yard.create(ephemeral=True, lease=holder) for _ in range(2)]
+    (fork,) = (await yard.fork(held[0].id, 1, lease=holder)).forks
+    assert fork.ephemeral
+    other = await yard.create(name="other")
+    os.kill(holder.pid, signal.SIGKILL)
+    for one in (*held, fork):
+        await until(lambda ref=one.id: gone(yard, ref), "it goes with its holder")
+    assert not gone(yard, other.id)
+
+
+async def test_a_lease_of_a_process_that_is_gone_ends_at_once(yard: TestYard, holder: rq.Lease) -> None:
+    gone_already = rq.Lease(pid=holder.pid, start_time=(holder.start_time or 0) - 1)
+    with contextlib.suppress(ConflictError):  # it may be deleted before its creation is through
+        await yard.create(ephemeral=True, lease=gone_already)
+    await until(lambda: len(yard.context.sandboxes) == 0, "it goes at once")
+
+
+async def test_adopt_and_release(yard: TestYard, holder: rq.Lease) -> None:
+    assert holder.pid is not None
+    mine = rq.Lease(pid=os.getpid(), start_time=process.start_time(os.getpid()))
+    made = await yard.create(ephemeral=True, lease=holder)
+    await yard.yard.adopt(rq.Adopt(sandbox=made.id, lease=mine), yard.caller)
+    os.kill(holder.pid, signal.SIGKILL)
+    await until(lambda: process.start_time(holder.pid or 0) is None, "the old holder is gone")
+    assert await yard.out(made.id, "echo here") == "here"
+    release = rq.ReleaseLease(lease=holder, sandboxes=[made.id])
+    await yard.yard.release_lease(release, yard.caller)
+    assert not gone(yard, made.id)
+    await yard.yard.release_lease(rq.ReleaseLease(lease=mine, sandboxes=[made.id]), yard.caller)
+    assert gone(yard, made.id)
+
+
+async def test_an_ephemeral_one_is_deleted_when_it_stops(yard: TestYard) -> None:
+    made = await yard.create(ephemeral=True)
+    assert (await yard.stop(made.id)).state == "deleted"
+    assert gone(yard, made.id)
+
+
+async def test_expiry_deletes(yard: TestYard) -> None:
+    made, stopped = await yard.create(), await yard.create()
+    await yard.stop(stopped.id)
+    for one in (made, stopped):
+        await yard.yard.set_ttl(rq.SetTtl(sandbox=one.id, ttl_min=0.005), yard.caller)
+        await until(lambda ref=one.id: gone(yard, ref), "it has expired")
+
+
+async def test_using_one_does_not_prolong_it(yard: TestYard) -> None:
+    made = await yard.create(ttl_min=5)
+    await yard.shell(made.id, "true")
+    assert (await yard.info(made.id)).expires_at == made.expires_at
+
+
+async def test_an_idle_one_naps_and_wakes(yard: TestYard) -> None:
+    made = await yard.create(auto_stop_min=0.005)
+    sandbox = yard.context.sandboxes.get(made.id)
+    pid = await yard.background(made.id, "sleep 600")
+    await until(lambda: sandbox.doc.state == "stopped", "it naps")
+    assert sandbox.doc.napping and sandbox.box is None
+    assert await yard.out(made.id, "echo awake") == "awake"
+    found = await yard.yard.execs.processes(rq.SandboxRequest(sandbox=made.id), yard.caller)
+    assert pid in {one.pid for one in found}
+    await until(lambda: sandbox.doc.state == "stopped", "it naps again")
+    # Stopped by hand it stays stopped.
+    await yard.stop(made.id)
+    assert not sandbox.doc.napping
+
+
+async def test_a_busy_one_does_not_nap(yard: TestYard) -> None:
+    made = await yard.create(auto_stop_min=0.005)
+    sandbox = yard.context.sandboxes.get(made.id)
+    assert await yard.out(made.id, "sleep 1; echo done") == "done"
+    assert sandbox.doc.generation == 1
+    pid = await yard.background(made.id, "while :; do :; done")
+    begun = time.monotonic()
+    await until(lambda: time.monotonic() - begun > 1.2, "four times the period has passed")
+    assert sandbox.doc.state == "running"
+    await yard.yard.execs.signal(rq.Signal(sandbox=made.id, pid=pid, signal=9), yard.caller)
