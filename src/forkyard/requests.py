@@ -395,6 +395,7 @@ class Explore(Change, kw_only=True):
     timeout_s: float | None = None
     parallel: int | None = None
     keep: Literal["fastest", "first", "choose"] = "fastest"
+    ephemeral: bool | None = None
     lease: Lease | None = None
 
 

@@ -18,7 +18,8 @@ from own_yard import OwnYard, own_yard, programs, yard  # noqa: F401
 from forkyard.cli.main import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "cli", "sdk", "forking", "design"))]
+GUIDES = ("quickstart", "cli", "sdk", "forking", "diff", "explore", "design")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
 NOT_RUN = 1
 
 # The quickstart fetches a wheel, as its reader would.

@@ -40,7 +40,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Fork and rewind": {
         "fork": ("forking", "Make running copies of a sandbox, memory included."),
+        "explore": ("exploring", "Try several commands, each in its own copy, and keep the best."),
         "tree": ("forking", "Draw who was forked from what."),
+        "diff": ("comparing", "Show what changed on a sandbox's disk."),
         "checkpoint": ("snapshots", "Remember the state of a sandbox, to rewind to."),
         "rewind": ("snapshots", "Take a sandbox back to a checkpoint."),
         "checkpoints": ("snapshots", "List or delete checkpoints."),
@@ -50,7 +52,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Watch": {
         "top": ("watching", "Show what each sandbox uses."),
-        "audit": ("watching", "Read the audit log."),
+        "audit": ("watching", "Read or verify the audit log."),
     },
     "This machine": {
         "setup": ("machine", "Make this machine ready: engine, store, base template."),

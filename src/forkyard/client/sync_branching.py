@@ -74,6 +74,7 @@ class Branching:
         timeout_s: float | None = None,
         parallel: int | None = None,
         keep: Chooser = "fastest",
+        ephemeral: bool | None = None,
         on_progress: Progress | None = None,
         lease: str | None = None,
     ) -> ty.ExploreResult:
@@ -88,6 +89,7 @@ class Branching:
             parallel: How many copies at a time; by default as many as make sense on the machine.
             keep: ``"fastest"`` of those that exit with 0, ``"first"`` of them in the order given,
                 or a function that is given the results and returns one of them, or None.
+            ephemeral: For the copy that is kept; where not given, as the source.
             on_progress: Called with each event as it comes.
 
         Raises:
@@ -101,6 +103,7 @@ class Branching:
             timeout_s=timeout_s,
             parallel=parallel,
             keep="choose" if callable(keep) else keep,
+            ephemeral=ephemeral,
             lease=protocol.lease_of(lease),
             request_id=protocol.new_request_id(),
         )

@@ -123,9 +123,9 @@ class Sandbox:
         """See :meth:`Client.apply`; ``sandbox`` is this one."""
         return self.client.apply(self.id, diff=diff, paths=paths, user=user, request_id=request_id)
 
-    def explore(self, variants: Sequence[str | Sequence[str] | Mapping[str, Any]], *, image: str | None=None, timeout_s: float | None=None, parallel: int | None=None, keep: Chooser='fastest', on_progress: Progress | None=None, lease: str | None=None) -> ty.ExploreResult:
+    def explore(self, variants: Sequence[str | Sequence[str] | Mapping[str, Any]], *, image: str | None=None, timeout_s: float | None=None, parallel: int | None=None, keep: Chooser='fastest', ephemeral: bool | None=None, on_progress: Progress | None=None, lease: str | None=None) -> ty.ExploreResult:
         """See :meth:`Client.explore`; ``source`` is this one."""
-        return self.client.explore(self.id, variants=variants, image=image, timeout_s=timeout_s, parallel=parallel, keep=keep, on_progress=on_progress, lease=lease)
+        return self.client.explore(self.id, variants=variants, image=image, timeout_s=timeout_s, parallel=parallel, keep=keep, ephemeral=ephemeral, on_progress=on_progress, lease=lease)
 
     def shell(self, command: str, *, timeout_s: float | None=None, cwd: str | None=None, env: Mapping[str, str] | None=None, user: str | None=None, stdin: Stdin=None, login: bool=False, merge: bool=False, max_output: int=DEFAULT_MAX_OUTPUT, keep: Keep='both', check: bool=False, request_id: str | None=None) -> ExecResult:
         """See :meth:`Client.shell`; ``sandbox`` is this one."""

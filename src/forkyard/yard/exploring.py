@@ -202,14 +202,16 @@ class Exploring:
         assert request.source is not None
         known = self.context.sandboxes.find(request.source) or self.forking.snapshots.find(request.source)
         if known is None and self.lifecycle.templates.find(request.source) is not None:
-            create = CreateSandbox(template=request.source, lease=request.lease)
+            create = CreateSandbox(
+                template=request.source, lease=request.lease, ephemeral=bool(request.ephemeral)
+            )
 
             def from_template() -> Plan:
                 return for_create(create, self.context, self.lifecycle.templates, self.forking.snapshots)
 
             yield from_template, from_template().image_bytes, 0.0
             return
-        fork = Fork(source=request.source, lease=request.lease)
+        fork = Fork(source=request.source, lease=request.lease, ephemeral=request.ephemeral)
         async with self.forking._source(fork, caller) as (frozen, source):
 
             def from_frozen() -> Plan:
