@@ -30,7 +30,9 @@ Examples:
               help="Make the kernel's grace periods short, for quicker starts of all; or take that back.")
 @click.option("--store-gb", type=click.IntRange(min=1), metavar="N",
               help="Size of the store, where it is a file.")
-def setup_verb(newest: bool, tune: bool | None, store_gb: int | None) -> None:
+@click.option("--images", is_flag=True,
+              help="Also install what building and pulling images needs (buildah and skopeo).")
+def setup_verb(newest: bool, tune: bool | None, store_gb: int | None, images: bool) -> None:
     """Make this machine ready: engine, store, base template.
 
     What is there already is left alone, so it can be run again at any time. It says what it does.
@@ -40,7 +42,8 @@ def setup_verb(newest: bool, tune: bool | None, store_gb: int | None) -> None:
     from forkyard import config
     from forkyard.setup import run_setup
 
-    report = asyncio.run(run_setup(config.load({"store_gb": store_gb}), newest=newest, tune=tune))
+    settings = config.load({"store_gb": store_gb})
+    report = asyncio.run(run_setup(settings, newest=newest, tune=tune, images=images))
     print(f"{report.home} is ready ({report.ms / 1000:.1f} s)")
 
 

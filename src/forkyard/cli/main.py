@@ -48,7 +48,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "checkpoints": ("snapshots", "List or delete checkpoints."),
         "snapshot": ("snapshots", "Save a sandbox under a name, to start others from."),
         "snapshots": ("snapshots", "List or delete snapshots."),
-        "template": ("templates", "List or delete templates."),
+        "template": ("templates", "Build, pull, list or delete templates."),
     },
     "Watch": {
         "top": ("watching", "Show what each sandbox uses."),

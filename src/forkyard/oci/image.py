@@ -23,6 +23,7 @@ _CONFIG = "application/vnd.oci.image.config.v1+json"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
 _MAX_ENV = 1 << 20
+_EPOCH = "1970-01-01T00:00:00Z"
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,9 @@ def write(directory: Path, config: ImageConfig, layers: list[tuple[str, int]]) -
                 "Cmd": config.cmd,
             },
             "rootfs": {"type": "layers", "diff_ids": diff_ids},
+            # With a time, or builds on it are never found in the cache.
+            "created": _EPOCH,
+            "history": [{"created": _EPOCH, "created_by": "forkyard"} for _ in layers],
         },
         sort_keys=True,
     ).encode()

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ Say = Callable[[str, str], None]
 """Told of progress: a kind (``step``, ``output`` or ``note``) and a line."""
 
 _SHARED = Path("/var/lib/containers")
+_POLICY = Path("/etc/containers/policy.json")
 _LINE = 4096
 _TAIL = 200
 # The tools keep a cache in the machine's own directory, whatever root they are given. Theirs
@@ -42,6 +43,12 @@ _ENTER = f"""
 set -e
 mkdir -p {_SHARED}
 mount -t tmpfs -o mode=700,size=16m containers {_SHARED}
+while [ "$1" != -- ]; do
+    mount --bind "$1" "$2"
+    [ "$1" = "$2" ] || mount -o remount,bind,ro "$2"
+    shift 2
+done
+shift
 exec "$@"
 """
 _DROPPED = ("FORKYARD_", "BUILDAH_", "CONTAINERS_", "REGISTRY_AUTH", "XDG_", "STORAGE_", "_CONTAINERS")
@@ -127,7 +134,7 @@ class Tools:
         command, *rest = map(str, args)
         auth = _auth_file(scratch, auths or {})
         given = ["--authfile", str(auth)] if command != "copy" else ["--src-authfile", str(auth)]
-        policy = [] if Path("/etc/containers/policy.json").exists() else ["--insecure-policy"]
+        policy = [] if _POLICY.exists() else ["--insecure-policy"]
         argv = ["skopeo", "--tmpdir", str(scratch), *policy, command, *given, *rest]
         env = {"CONTAINERS_STORAGE_CONF": str(scratch / "storage.conf")} if self._driver else {}
         return await self._run(argv, scratch, say, env, capture=capture)
@@ -139,12 +146,14 @@ class Tools:
         say: Say | None = None,
         auths: Mapping[str, str] | None = None,
         loopback: set[str] | None = None,
+        binds: Sequence[tuple[Path, Path]] = (),
     ) -> Ended:
         """Run buildah on this home's storage.
 
         Args:
             auths: As :meth:`skopeo`.
             loopback: Registries on this machine that may speak plain HTTP.
+            binds: Directories to show, read-only, in the place of others.
         """
         command, *rest = map(str, args)
         env = {"CONTAINERS_STORAGE_CONF": str(await self._storage_conf(scratch))}
@@ -156,7 +165,11 @@ class Tools:
         # What processes mount is theirs alone, so what they note of mounts must be as well.
         runroot = str(scratch / "run")
         argv = ["buildah", "--root", str(self.storage), "--runroot", runroot, command, *given, *rest]
-        return await self._run(argv, scratch, say, env)
+        overlay = self.storage / "overlay"
+        if binds:
+            # Else it makes a mount of this directory itself, and hides what is mounted below.
+            binds = [(overlay, overlay), *binds]
+        return await self._run(argv, scratch, say, env, binds=binds)
 
     def stored(self, scratch: Path, name: str) -> str:
         """An image in the storage, in skopeo's words; after a first :meth:`buildah`."""
@@ -190,6 +203,30 @@ class Tools:
         await asyncio.to_thread(files.rmtree, self.storage)
         return "vfs"
 
+    async def driver(self, scratch: Path) -> str:
+        """How the storage keeps layers: ``overlay`` or ``vfs``. Makes the storage if need be."""
+        await self.buildah(scratch, "images", "--quiet")
+        assert self._driver is not None
+        return self._driver
+
+    def layer_directory(self, layers: Sequence[str]) -> Path | None:
+        """Where the overlay driver keeps the content of the top one of a chain of layers (diff ids,
+        lowest first); None if it has no such chain."""
+        try:
+            known = json.loads((self.storage / "overlay-layers" / "layers.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        parent = ""
+        for layer in layers:
+            found = next(
+                (one for one in known if one.get("diff-digest") == layer and one.get("parent", "") == parent),
+                None,
+            )
+            if found is None:
+                return None
+            parent = found["id"]
+        return self.storage / "overlay" / parent / "diff" if parent.isalnum() else None
+
     async def sweep(self, scratch: Path) -> None:
         """Once per daemon: containers of builds that a crash ended go."""
         if not self._swept and self.storage.is_dir():
@@ -204,12 +241,14 @@ class Tools:
         env: Mapping[str, str] | None = None,
         *,
         capture: bool = False,
+        binds: Sequence[tuple[Path, Path]] = (),
     ) -> Ended:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_DROPPED)}
         own = {"HOME": str(scratch), "TMPDIR": str(scratch), "LC_ALL": "C.UTF-8"}
         wrapped = ["setpriv", "--pdeathsig", "KILL"]
         wrapped += ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
-        wrapped += ["--mount-proc", "sh", "-c", _ENTER, "sh", *argv]
+        wrapped += ["--mount-proc", "sh", "-c", _ENTER, "sh"]
+        wrapped += [str(path) for pair in binds for path in pair] + ["--", *argv]
         self._running += 1
         try:
             if capture:

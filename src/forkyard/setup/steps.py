@@ -24,6 +24,7 @@ from forkyard.engines.gvisor import Runsc
 from forkyard.errors import ConflictError, ForkyardError, UnsupportedError
 from forkyard.host import probe
 from forkyard.host.files import write_atomic
+from forkyard.oci.tools import PACKAGES as IMAGE_PROGRAMS
 from forkyard.setup import apt, debian, runsc
 from forkyard.setup.borrow import find_lender, quick_setup
 from forkyard.setup.progress import Progress, progress_for, step
@@ -63,6 +64,7 @@ async def run_setup(
     progress: Progress | None = None,
     newest: bool = False,
     tune: bool | None = None,
+    images: bool = False,
 ) -> Report:
     """Make ``settings.home`` ready to run sandboxes. What is there already is left alone.
 
@@ -70,6 +72,7 @@ async def run_setup(
         progress: Where steps are shown; by default stdout.
         newest: Build the newest runsc from source (needs Go) and use it.
         tune: True sets the host-wide ``rcu_expedited``, False takes it back, None leaves it.
+        images: Install what building and pulling images needs.
 
     Raises:
         UnsupportedError: something that this host lacks, with what to do.
@@ -93,6 +96,8 @@ async def run_setup(
             await _engine_and_base(settings, newest, show)
         await _platform(settings, show)
         await _warm(settings, show, report)
+        if images:
+            await _images(show)
         if tune is not None:
             _tune(tune, show)
     engine = runsc.read_engine(home) or {}
@@ -155,6 +160,15 @@ async def _host_packages(settings: Settings, show: Progress) -> None:
         if apt.host_release().id == "ubuntu":
             wanted |= UBUNTU_KEYS
         lacking = apt.missing(wanted)
+        if lacking:
+            it.doing(f"installing {', '.join(lacking)} with apt")
+            await apt.install(lacking)
+            it.result = f"installed {', '.join(lacking)}"
+
+
+async def _images(show: Progress) -> None:
+    with step(show, "images") as it:
+        lacking = apt.missing(IMAGE_PROGRAMS)
         if lacking:
             it.doing(f"installing {', '.join(lacking)} with apt")
             await apt.install(lacking)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ __all__ = ["Builder", "Recipe"]
 VERSION = 1
 OURS = ("forkyard/", "localhost/forkyard/")
 _STEP = re.compile(r"^(?:\[\d+/\d+\] )?STEP (\d+)/(\d+): (.*)$")
-_NOISE = re.compile(r"^(-->|COMMIT |\[\d+/\d+\] COMMIT |Getting image source|Copying |Writing manifest|"
-                    r"Storing signatures|Successfully tagged|[0-9a-f]{64}$)")  # fmt: skip
+_NOISE = re.compile(r"^(-->|COMMIT\b|\[\d+/\d+\] COMMIT\b|Getting image source|Copying |Writing manifest|"
+                    r"Storing signatures|\(Reading database|subprocess exited with status|"
+                    r"Successfully tagged|[0-9a-f]{64}$)")  # fmt: skip
 _NAME = re.compile(r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
                    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?")  # fmt: skip
 _SAID = 2000
@@ -80,8 +82,9 @@ class _Listener:
             self._say(kind, text)
 
     def failure(self, name: str, ended: Ended) -> CommandFailedError:
-        """The instruction that failed, with its output."""
-        output = "\n".join(self.lines or ended.lines)[-_SAID:]
+        """The instruction that failed, with its output, or else what buildah says of it."""
+        said = [line for line in self.lines if not line.startswith("Error: building at STEP")]
+        output = "\n".join(said or self.lines or ended.lines)[-_SAID:]
         return CommandFailedError(f"building {name} failed at `{self.step}`:\n{output}")
 
 
@@ -122,6 +125,7 @@ class Builder:
         await self.tools.sweep(scratch)
         known = {doc.name: await self._offer(name, doc, scratch, say) for name, doc in recipe.parents.items()}
         listener = _Listener(say)
+        binds = self._binds(recipe.parents.values(), known)
         files = {name: scratch / name for name in ("Dockerfile", "ignore", "id")}
         files["Dockerfile"].write_text(recipe.text)
         files["ignore"].write_text("")  # the client has left out what is to be left out
@@ -137,6 +141,7 @@ class Builder:
             say=listener,
             auths=spec.auths,
             loopback=loopback,
+            binds=binds,
         )
         if ended.rc:
             raise listener.failure(spec.name or "the template", ended)
@@ -176,74 +181,72 @@ class Builder:
         return found, best
 
     # -- templates as images
+    #
+    # A template's layers are overlays' layers, and so are those in the tools' storage. So that no
+    # gigabyte is copied, what is given to them are stand-ins, and the layers themselves are
+    # mounted in their place for as long as a build runs. Other drivers get a copy.
 
     @property
     def _offers_file(self) -> Path:
         return self.tools.storage / "forkyard.json"
 
     def _offers(self) -> dict[str, Any]:
-        """What of the yard's is in the tools' storage: ``tags`` (name: content), ``images``
-        (content: diff ids) and ``layers`` (name: [digest, size])."""
+        """What of the yard's is in the tools' storage: ``tags`` (name: content) and ``images``
+        (content: diff ids)."""
         try:
             found: dict[str, Any] = json.loads(self._offers_file.read_bytes())
             return found
         except (OSError, ValueError):
-            return {"tags": {}, "images": {}, "layers": {}}
+            return {"tags": {}, "images": {}}
 
     async def _offer(self, name: str, doc: TemplateDoc, scratch: Path, say: Say) -> list[str]:
         """Give a template to buildah as the image ``localhost/forkyard/<name>``; its layers' diff ids."""
-        content = hashlib.sha256(
-            json.dumps([doc.layers, doc.user, doc.workdir, doc.env, doc.entrypoint, doc.cmd]).encode()
-        ).hexdigest()
+        what = [VERSION, doc.layers, doc.user, doc.workdir, doc.env, doc.entrypoint, doc.cmd]
+        content = hashlib.sha256(json.dumps(what).encode()).hexdigest()
         tag = f"localhost/forkyard/{name}" + ("" if ":" in name else ":latest")
         async with self._offering:
+            driver = await self.tools.driver(scratch)
             offers = self._offers()
-            if content not in offers["images"]:
-                say("note", f"giving {name} to buildah, once for each version of it")
-                offers["images"][content] = await self._hand_over(doc, tag, offers, scratch)
-            elif offers["tags"].get(tag) != content:
-                stored = f"localhost/forkyard-content:{content}"
-                done = await self.tools.buildah(scratch, "tag", stored, tag)
-                if done.rc:
-                    offers["images"][content] = await self._hand_over(doc, tag, offers, scratch)
-            else:
-                return list(offers["images"][content])
-            await self.tools.buildah(scratch, "tag", tag, f"localhost/forkyard-content:{content}")
+            known = offers["images"].get(content)
+            if known is not None and offers["tags"].get(tag) == content:
+                return list(known)
+            say("note", f"giving {name} to buildah, once for each version of it")
+            offers["images"][content] = await self._copy_in(doc, tag, scratch, stand_in=driver == "overlay")
             offers["tags"][tag] = content
             write_atomic(self._offers_file, json.dumps(offers), durable=False)
             return list(offers["images"][content])
 
-    async def _hand_over(
-        self, doc: TemplateDoc, tag: str, offers: dict[str, Any], scratch: Path
-    ) -> list[str]:
-        """Pack a template's layers, those that buildah does not have, and let it take them in."""
-        try:
-            return await self._copy_in(doc, tag, offers, scratch)
-        except InternalError:
-            # It had layers by our notes that are gone.
-            offers["layers"].clear()
-            return await self._copy_in(doc, tag, offers, scratch)
-
-    async def _copy_in(self, doc: TemplateDoc, tag: str, offers: dict[str, Any], scratch: Path) -> list[str]:
+    async def _copy_in(self, doc: TemplateDoc, tag: str, scratch: Path, *, stand_in: bool) -> list[str]:
         directory = scratch / "template"
         rmtree(directory)
         directory.mkdir()
         layers: list[tuple[str, int]] = []
         for layer in reversed(doc.layers):
-            if layer not in offers["layers"]:
-                archive = directory / "archive"
-                digest = await self.material.pack(layer, archive)
-                offers["layers"][layer] = [digest, archive.stat().st_size]
-                archive.rename(directory / digest)
-            digest, size = offers["layers"][layer]
-            layers.append((digest, size))
+            archive = directory / "archive"
+            if stand_in:
+                empty = scratch / "stand-in"
+                rmtree(empty)
+                (empty / f".forkyard-{layer}").mkdir(parents=True)
+                digest = await self.material.pack(empty, archive)
+            else:
+                digest = await self.material.pack(self.material.path(layer), archive)
+            layers.append((digest, archive.stat().st_size))
+            archive.rename(directory / digest)
         diff_ids = images.write(directory, config_of(doc), layers)
-        # Any command of buildah's makes the storage, which skopeo is then told of.
-        await self.tools.buildah(scratch, "images", "--quiet")
-        done = await self.tools.skopeo(
-            scratch, "copy", "--quiet", f"dir:{directory}", self.tools.stored(scratch, tag)
-        )
+        source, target = f"dir:{directory}", self.tools.stored(scratch, tag)
+        done = await self.tools.skopeo(scratch, "copy", "--quiet", source, target)
         await asyncio.to_thread(rmtree, directory)
         if done.rc:
             raise InternalError(f"buildah did not take template {doc.name}: {done.text[-500:]}")
         return diff_ids
+
+    def _binds(self, parents: Iterable[TemplateDoc], known: dict[str, list[str]]) -> list[tuple[Path, Path]]:
+        """What to mount over the stand-ins."""
+        found: dict[Path, Path] = {}
+        for doc in parents:
+            chain = known[doc.name]
+            for count, layer in enumerate(reversed(doc.layers), start=1):
+                directory = self.tools.layer_directory(chain[:count])
+                if directory is not None:
+                    found[directory] = self.material.path(layer)
+        return [(source, target) for target, source in found.items()]

@@ -117,9 +117,12 @@ class Material:
         size = await disks.import_layer(layer, fill, above=below[0] if below else None)
         return [layer, *below], size + (parent.size_bytes if parent is not None else 0)
 
-    async def pack(self, layer: str, archive: Path) -> str:
-        """Write a layer of the store as an image's archive; returns its digest in hexadecimal."""
-        path = self.context.disks.layer_path(layer)
+    def path(self, layer: str) -> Path:
+        """Where a layer of the store lies."""
+        return self.context.disks.layer_path(layer)
+
+    async def pack(self, path: Path, archive: Path) -> str:
+        """Write a layer (a directory) as an image's archive; returns its digest in hexadecimal."""
         argv = [sys.executable, "-m", "forkyard.oci.pack", str(path), str(archive)]
         done = await process.run(argv, timeout_s=None, check=True)
         return done.stdout.decode().strip()
