@@ -105,7 +105,7 @@ def _counts(patch: str) -> dict[str, tuple[int, int]]:
         name = head.split("\n")[0].removeprefix("diff --git ")
         if hunks and not name.startswith('"'):
             # "a/NAME b/NAME": two names of one length
-            path = name[len(name) // 2 + 2 :]
+            path = name[len(name) // 2 + 3 :]
             lines = hunks.split("\n")[1:]
             plus, minus = counts.get(f"/{path}", (0, 0))
             counts[f"/{path}"] = (plus + sum(line.startswith("+") for line in lines),
