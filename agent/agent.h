@@ -38,7 +38,9 @@ enum op {
     OP_SPAWN = 1, OP_ADOPT, OP_IDENTIFY, OP_PROCS, OP_KILL_LARGEST, OP_ACTIVITY, OP_LOOKUP, OP_KILL, OP_DELETED,
     OP_STAT = 32, OP_LIST, OP_READ, OP_WRITE, OP_MKDIR, OP_RENAME, OP_REMOVE, OP_SYMLINK, OP_READLINK,
     OP_CHMOD, OP_CHOWN, OP_UTIME,
+    OP_RESOLVE = 64, OP_CONNECT, OP_EGRESS,
 };
+enum { FEATURE_NET = 1 };
 
 /* ---- wire.c: reading and writing payloads */
 struct in { const uint8_t *p; size_t left; bool bad; };

@@ -1,5 +1,5 @@
 /* The wire's guest end: parse what comes in, queue what goes out, follow epochs. */
-#include "agent.h"
+#include "net.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -119,7 +119,7 @@ static void attach(const struct header *h, struct in *in) {
     putraw(&b, nonce, 16);
     bool ok = min <= WIRE_VERSION && max >= WIRE_VERSION_MIN;
     put16(&b, ok ? WIRE_VERSION : 0);
-    put64(&b, 0); /* features */
+    put64(&b, FEATURE_NET);
     putbytes(&b, BUILD_ID, strlen(BUILD_ID));
     put32(&b, (uint32_t)getpid());
     put64(&b, now_ms());
@@ -127,6 +127,7 @@ static void attach(const struct header *h, struct in *in) {
     cmds_table(&b);
     emit(T_HELLO, 0, 0, b.p, b.len);
     buf_free(&b);
+    net_attached();
 }
 
 static void data_frame(struct stream *s, uint16_t chan, struct in *in) {
@@ -202,6 +203,8 @@ static void frame(const struct header *h, struct in *in) {
     case T_RESET:
         if (s) stream_drop(s);
         return;
+    case T_OPENED: /* of a stream that we opened */
+    case T_END:
     case T_RELEASE:
     case T_SIGNAL:
     case T_RESIZE:

@@ -1,6 +1,6 @@
 /* Who this machine is after a start: names, entropy, and the hooks of a fork. */
 #define _GNU_SOURCE
-#include "agent.h"
+#include "net.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -65,6 +65,21 @@ static void set_hosts(const char *hostname) {
     n += (size_t)snprintf(new + n, 300, "127.0.1.1\t%.255s # forkyard\n", hostname);
     new[n] = 0;
     write_file("/etc/hosts", new, 0644);
+}
+
+/* Names are asked of us. An image's file, or a link to some other resolver's, is replaced. */
+static void set_resolver(void) {
+    static const char ours[] = "nameserver 127.0.0.1\n";
+    char text[4096];
+    struct stat st;
+    int fd = open("/etc/resolv.conf", O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
+    ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : -1;
+    if (fd >= 0) close(fd);
+    text[n > 0 ? n : 0] = 0;
+    char *first = strstr(text, "nameserver");
+    if (first && !strncmp(first, ours, sizeof ours - 1)) return; /* options in it are its owner's */
+    if (lstat("/etc/resolv.conf", &st) == 0 && !S_ISREG(st.st_mode)) unlink("/etc/resolv.conf");
+    write_file("/etc/resolv.conf", ours, 0644);
 }
 
 static void add_entropy(const uint8_t *seed, size_t n) {
@@ -168,21 +183,24 @@ static void apply(const char *hostname, const char *machine_id, const uint8_t *s
     mkdir("/run/forkyard", 0755);
     snprintf(line, sizeof line, "%.127s\n", fork_id);
     write_file("/run/forkyard/fork", line, 0644);
+    set_resolver();
 }
 
 void op_identify(uint32_t stream, struct in *in) {
     uint32_t flags = get32(in);
-    get32(in); /* generation: known to the daemon, of no use here yet */
+    uint32_t generation = get32(in);
     char *hostname = getstr(in, 255), *machine_id = getstr(in, 64), *id = getstr(in, sizeof fork_id - 1);
     size_t n;
     const uint8_t *seed = getbytes(in, 512, &n);
     uint64_t ns = get64(in);
+    uint32_t network = in->left >= 4 ? get32(in) : 0;
     int err = in->bad ? EINVAL : hooks.running ? EBUSY : 0;
     if (err) {
         stream_end(stream, err, "bad or repeated identity", NULL);
     } else {
         strcpy(fork_id, id);
         if (!plain) apply(hostname, machine_id, seed, n, ns);
+        net_configure(network, generation);
         memset(&hooks, 0, sizeof hooks);
         hooks.stream = stream;
         hooks.until = now_ms() + HOOKS_MS;

@@ -3,7 +3,7 @@
    One thread, one loop: the FIFOs to the daemon, the commands' pipes, and SIGCHLD, which interrupts
    ppoll and is blocked everywhere else. */
 #define _GNU_SOURCE
-#include "agent.h"
+#include "net.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -115,13 +115,14 @@ static void reap(void) {
 int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--plain")) plain = true;
+        if (!strncmp(argv[i], "--net=", 6)) net_ports(argv[i] + 6);
         if (!strcmp(argv[i], "--version")) {
             printf("forkyard-agent wire %d build %s\n", WIRE_VERSION, BUILD_ID);
             return 0;
         }
     }
     setup();
-    enum { MAX_POLL = 2 + 3 * MAX_CMDS + 256 };
+    enum { FIXED = 3, MAX_POLL = FIXED + 3 * MAX_CMDS + 256 };
     static struct pollfd fds[MAX_POLL];
     sigset_t waiting;
     sigfillset(&waiting);
@@ -130,16 +131,18 @@ int main(int argc, char **argv) {
     for (;;) {
         fds[0] = (struct pollfd){channel_wants_read() ? 0 : -1, POLLIN, 0};
         fds[1] = (struct pollfd){channel_wants_write() ? 1 : -1, POLLOUT, 0};
-        size_t nc = cmds_poll(fds + 2, MAX_POLL - 2);
-        size_t nd = discard_poll(fds + 2 + nc, MAX_POLL - 2 - nc);
+        fds[2] = (struct pollfd){net_fd(), POLLIN, 0};
+        size_t nc = cmds_poll(fds + FIXED, MAX_POLL - FIXED);
+        size_t nd = discard_poll(fds + FIXED + nc, MAX_POLL - FIXED - nc);
         int timeout = (busy && channel_has_room()) || child_ended ? 0 : identity_timeout(cmds_timeout(-1));
         struct timespec t = {timeout / 1000, timeout % 1000 * 1000000L};
-        int n = ppoll(fds, 2 + nc + nd, timeout < 0 ? NULL : &t, &waiting);
+        int n = ppoll(fds, FIXED + nc + nd, timeout < 0 ? NULL : &t, &waiting);
         if (n > 0) {
             if (fds[0].revents && !channel_read()) return 0;
-            cmds_ready(fds + 2, nc);
+            if (fds[2].revents) net_ready();
+            cmds_ready(fds + FIXED, nc);
             for (size_t i = 0; i < nd; i++)
-                if (fds[2 + nc + i].revents) discard_ready(&fds[2 + nc + i]);
+                if (fds[FIXED + nc + i].revents) discard_ready(&fds[FIXED + nc + i]);
         }
         if (child_ended) {
             child_ended = 0;
@@ -148,6 +151,7 @@ int main(int argc, char **argv) {
         cmds_timeout(-1);
         busy = streams_pump();
         streams_sweep();
+        net_sweep();
         if (channel_wants_write() && !channel_flush()) return 0;
     }
 }

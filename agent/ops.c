@@ -1,5 +1,5 @@
 /* Which request is handled where. */
-#include "agent.h"
+#include "net.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -33,6 +33,8 @@ void op_open(uint32_t stream, uint16_t op, struct in *in) {
     case OP_LOOKUP: op_lookup(stream, in); return;
     case OP_KILL: op_kill(stream, in); return;
     case OP_DELETED: op_deleted(stream, in); return;
+    case OP_CONNECT: op_connect(stream, in); return;
+    case OP_EGRESS: op_egress(stream, in); return;
     }
     if (op >= OP_STAT && op <= OP_UTIME)
         op_file(stream, op, in);

@@ -108,6 +108,10 @@ class SetEgress(SandboxChange, kw_only=True):
     egress_allow: list[str] | None = None
 
 
+class Expose(SandboxChange, kw_only=True):
+    port: int
+
+
 class Adopt(SandboxChange, kw_only=True):
     lease: Lease
 
@@ -220,8 +224,11 @@ class Git(Change, kw_only=True):
 
 
 class Spawn(ExecOptions, kw_only=True):
+    """``stdin=False`` gives it an empty input instead of one that the client writes to."""
+
     sandbox: str
     pty: bool = False
+    stdin: bool = True
     rows: int = 24
     cols: int = 80
     detach: bool = False

@@ -62,6 +62,7 @@ VERBS: dict[str, Verb] = {
     "rename_sandbox": Verb(rq.RenameSandbox, ty.SandboxInfo, changes=True),
     "set_ttl": Verb(rq.SetTtl, ty.SandboxInfo, changes=True),
     "set_egress": Verb(rq.SetEgress, ty.SandboxInfo, changes=True),
+    "expose": Verb(rq.Expose, str, changes=True),
     "adopt": Verb(rq.Adopt, ty.SandboxInfo, changes=True),
     "release_lease": Verb(rq.ReleaseLease, None, changes=True),
     "wait_sandbox": Verb(rq.WaitSandbox, ty.SandboxInfo, gone="cancel"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 VERSION = 1
@@ -52,7 +52,7 @@ class Type(IntEnum):
 
 
 class Op(IntEnum):
-    """What an OPEN frame asks for, in its ``chan`` field. 64 and up are kept for ports and egress."""
+    """What an OPEN frame asks for, in its ``chan`` field. RESOLVE is the agent's to ask, CONNECT either's."""
 
     SPAWN = 1
     ADOPT = 2
@@ -75,6 +75,29 @@ class Op(IntEnum):
     CHMOD = 41
     CHOWN = 42
     UTIME = 43
+    RESOLVE = 64
+    CONNECT = 65
+    EGRESS = 66
+
+
+class Feature(IntFlag):
+    """What an agent says in its HELLO that it can do."""
+
+    NETWORK = 1
+
+
+class NetFlag(IntFlag):
+    """How the guest's network is to be, in IDENTIFY and EGRESS."""
+
+    PROXY = 1
+
+
+class Via(IntEnum):
+    """How a program asked for a connection: by the address of a name, or through a proxy."""
+
+    NAME = 0
+    HTTP = 1
+    SOCKS = 2
 
 
 class Scope(IntEnum):

@@ -62,7 +62,8 @@ def test_other_names_are_not(rule: str, name: str) -> None:
     [
         "", " ", "*", "*.", "*.com", "*.co.uk", "*.com.au", "a.*.example", "*a.example.org", "**.example.org",
         "https://files.example", "files.example/path", "files.example:", "files.example:0",
-        "files.example:65536", "files.example:http", "a..example", "-a.example", "a b.example", "a" * 64 + ".example",
+        "files.example:65536", "files.example:http", "a..example", "-a.example", "a b.example",
+        "a" * 64 + ".example",
         "x." * 127 + "x.y",
         "1.2.3", "300.1.1.1", "0x7f.1", "127.1", "10.0.0.1/8", "0.0.0.0/0",
         "1.0.0.0/7", "::/0", "[::1", "localhost",
@@ -129,7 +130,8 @@ def test_a_grant_opens_a_closed_policy_and_nothing_else() -> None:
     "address",
     [
         "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.0.0.1", "172.31.0.1", "192.168.1.1", "169.254.169.254",
-        "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fd00::1", "ff02::1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
+        "224.0.0.1", "255.255.255.255",
+        "::1", "::", "fe80::1", "fd00::1", "ff02::1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
         "2002:7f00:1::",
     ],
 )  # fmt: skip

@@ -233,11 +233,19 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
         *,
         request_id: str | None = None,
     ) -> ty.SandboxInfo:
-        """Change what it may reach, from now on."""
+        """Change what it may reach, from now on; connections that are no longer allowed are cut."""
         allow = None if egress_allow is None else list(egress_allow)
         return await self._change(
             "set_egress", rq.SetEgress, request_id, sandbox=sandbox, egress=egress, egress_allow=allow
         )
+
+    async def expose(self, sandbox: str, port: int, *, request_id: str | None = None) -> str:
+        """A URL on the daemon's host that leads to a port inside: HTTP, WebSocket or any TCP.
+
+        It holds through rewinds, stops and starts, until the sandbox is deleted.
+        """
+        url: str = await self._change("expose", rq.Expose, request_id, sandbox=sandbox, port=port)
+        return url
 
     async def adopt(
         self, sandbox: str, *, lease: str | None = None, request_id: str | None = None

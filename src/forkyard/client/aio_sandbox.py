@@ -57,6 +57,10 @@ class AsyncSandbox:
         """See :meth:`AsyncClient.set_egress`; ``sandbox`` is this one."""
         return await self.client.set_egress(self.id, egress=egress, egress_allow=egress_allow, request_id=request_id)
 
+    async def expose(self, port: int, *, request_id: str | None=None) -> str:
+        """See :meth:`AsyncClient.expose`; ``sandbox`` is this one."""
+        return await self.client.expose(self.id, port=port, request_id=request_id)
+
     async def adopt(self, *, lease: str | None=None, request_id: str | None=None) -> ty.SandboxInfo:
         """See :meth:`AsyncClient.adopt`; ``sandbox`` is this one."""
         return await self.client.adopt(self.id, lease=lease, request_id=request_id)

@@ -59,6 +59,10 @@ class Sandbox:
         """See :meth:`Client.set_egress`; ``sandbox`` is this one."""
         return self.client.set_egress(self.id, egress=egress, egress_allow=egress_allow, request_id=request_id)
 
+    def expose(self, port: int, *, request_id: str | None=None) -> str:
+        """See :meth:`Client.expose`; ``sandbox`` is this one."""
+        return self.client.expose(self.id, port=port, request_id=request_id)
+
     def adopt(self, *, lease: str | None=None, request_id: str | None=None) -> ty.SandboxInfo:
         """See :meth:`Client.adopt`; ``sandbox`` is this one."""
         return self.client.adopt(self.id, lease=lease, request_id=request_id)

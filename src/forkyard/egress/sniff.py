@@ -31,7 +31,10 @@ class RefusedError(Exception):
 
 
 class Check:
-    """:meth:`feed` returns the bytes that may go on, and raises RefusedError."""
+    """:meth:`feed` returns the bytes that may go on, and raises RefusedError; while it ``waits``,
+    :meth:`answered` has to hear what comes back."""
+
+    waits = False
 
     def feed(self, data: bytes) -> bytes:
         return data
@@ -149,6 +152,10 @@ class HttpCheck(Check):
         self._upgrade = False  # held until the answer says whether this is HTTP any longer
         self._answer = bytearray()
         self._opaque = False
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return self._upgrade
 
     def feed(self, data: bytes) -> bytes:
         self._held += data

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import time
@@ -23,6 +24,7 @@ from forkyard.wire import (
     NONCE_BYTES,
     Decoder,
     Frame,
+    Packer,
     Type,
     WireError,
     encode,
@@ -33,6 +35,10 @@ READ_BYTES = 1 << 20
 BACKLOG_BYTES = 1 << 20
 MAX_MESSAGE = 8 << 20
 FORGIVEN_S = 60.0
+# Bulk data waits for its turn while more than this is queued, so that a command never waits long.
+BULK_BYTES = 64 << 10
+# What a guest may have open at a time. An agent keeps to less.
+MAX_OPENED = 512
 _STRAY = frozenset({Type.OPENED, Type.END, Type.RESET, Type.DATA, Type.EOF, Type.ACK, Type.EXIT, Type.ERROR})
 
 
@@ -42,6 +48,9 @@ class Stream(Protocol):
     def on_frame(self, frame: Frame) -> None: ...
 
     def fail(self, error: ForkyardError) -> None: ...
+
+
+Opener = Callable[[Frame], "Stream | None"]
 
 
 class Channel:
@@ -70,6 +79,11 @@ class Channel:
         self._room = asyncio.Event()
         self._room.set()
         self._streams: dict[int, Stream] = {}
+        # Answers streams that the guest opens; None for one that ended with the answer.
+        self.opener: Opener | None = None
+        self._guests = 0
+        self._guest_last = 0
+        self._turns: deque[asyncio.Future[None]] = deque()
         self._partial: dict[tuple[int, int], list[bytes]] = {}
         self._partial_bytes = 0
         self._next = 1
@@ -124,9 +138,14 @@ class Channel:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # whoever waited may have gone: no warning for that
+        for turn in self._turns:
+            if not turn.done():
+                turn.set_result(None)
+        self._turns.clear()
         if streams:
             held = list(self._streams.values())
             self._streams.clear()
+            self._guests = self._guest_last = 0
             for stream in held:
                 stream.fail(error)
 
@@ -208,6 +227,31 @@ class Channel:
         await self._room.wait()
         self._check()
 
+    async def turn(self) -> None:
+        """Wait until it is this sender's turn to send one frame of bulk data."""
+        self._check()
+        if self._turns or self._out_bytes > BULK_BYTES or self._later is not None:
+            assert self._loop is not None
+            turn: asyncio.Future[None] = self._loop.create_future()
+            self._turns.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done():
+                    self._next_turn()
+                raise
+            self._check()
+
+    def _next_turn(self) -> None:
+        """One at a time: whoever is woken has sent its frame when this looks again."""
+        while self._turns and self._out_bytes <= BULK_BYTES and self._later is None:
+            turn = self._turns.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                assert self._loop is not None
+                self._loop.call_soon(self._next_turn)
+                return
+
     def _writable(self) -> None:
         assert self._loop is not None
         try:
@@ -232,6 +276,8 @@ class Channel:
                 self._writing = False
         if self._out_bytes <= BACKLOG_BYTES // 2 and self._later is None:
             self._room.set()
+        if self._turns:
+            self._next_turn()
 
     # ---- in
 
@@ -285,8 +331,10 @@ class Channel:
         if stream is not None and whole.type in _STRAY:
             stream.on_frame(whole)
         elif whole.type in _STRAY:
-            if whole.stream >= self._next or not whole.stream & 1:
+            if whole.stream >= self._next if whole.stream & 1 else whole.stream > self._guest_last:
                 raise WireError(f"a frame for stream {whole.stream}, which was never opened")
+        elif whole.type == Type.OPEN:
+            self._opened(whole)
         elif whole.type == Type.HELLO and self._hello is not None:
             if not self._hello.done():
                 self._hello.set_result(whole.payload[NONCE_BYTES:])
@@ -300,7 +348,29 @@ class Channel:
         else:
             raise WireError(f"a frame of type {whole.type}")
 
+    def _opened(self, frame: Frame) -> None:
+        """A stream that the guest opened."""
+        if frame.stream & 1 or frame.stream <= self._guest_last:
+            raise WireError(f"stream {frame.stream} is not the guest's to open")
+        if self._guests >= MAX_OPENED:
+            raise WireError(f"more than {MAX_OPENED} streams at a time")
+        if self._out_bytes > 4 * BACKLOG_BYTES:
+            raise WireError("it asks and does not listen to the answers")
+        self._guest_last = frame.stream
+        stream = self.opener(frame) if self.opener is not None else None
+        if stream is not None:
+            self._streams[frame.stream] = stream
+            self._guests += 1
+        elif self.opener is None:
+            self.end(frame.stream, errno.EAGAIN)
+
     # ---- streams and control
+
+    def end(self, number: int, code: int = 0, text: str = "", result: bytes = b"") -> None:
+        """Answer a stream that the guest opened, for good: an errno (0: success) and a result."""
+        if self.error is None:
+            payload = Packer().u32(code).str(text.encode()[:512]).raw(result).done()
+            self.send(encode(Type.END, number, self.epoch, payload))
 
     def open(self, stream: Stream) -> int:
         """A number for a new stream of ours; its frames go to ``stream`` until :meth:`forget`."""
@@ -312,6 +382,8 @@ class Channel:
     def forget(self, number: int, *, reset: bool = False) -> None:
         """Drop a stream; with ``reset`` the agent is told to do so too."""
         known = self._streams.pop(number, None) is not None
+        if known and not number & 1:
+            self._guests -= 1
         for key in [k for k in self._partial if k[0] == number]:
             self._partial_bytes -= sum(map(len, self._partial.pop(key)))
         if known and reset and self.error is None:
@@ -363,3 +435,4 @@ class Channel:
             self.send(encode(Type.UNQUIESCE, 0, self.epoch), *later)
             if self._out_bytes <= BACKLOG_BYTES // 2:
                 self._room.set()
+            self._next_turn()

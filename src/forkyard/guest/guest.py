@@ -21,11 +21,12 @@ from forkyard.errors import (
 )
 from forkyard.guest.channel import Channel
 from forkyard.guest.files import GuestFiles
+from forkyard.guest.network import Connection, Server, opener
 from forkyard.guest.process import GuestProcess, KnownProcess, SpawnSpec
 from forkyard.guest.request import REQUEST_S
 from forkyard.host.process import TaskStarter
 from forkyard.types import ProcessInfo
-from forkyard.wire import Op, Packer, Scope, Unpacker, WireError
+from forkyard.wire import Feature, NetFlag, Op, Packer, Scope, Unpacker, WireError
 
 T = TypeVar("T")
 MAX_TABLE = 4096
@@ -38,6 +39,7 @@ class Identity:
 
     ``fork`` runs the guest's on-fork hooks (10 s for all of them) and lets go of the source's
     commands: they run on as detached processes. ``seed`` is mixed into the kernel's entropy.
+    ``network``: a :class:`NetFlag`, see :meth:`Guest.set_network`.
     """
 
     hostname: str
@@ -47,6 +49,7 @@ class Identity:
     fork: bool = False
     seed: bytes = field(default_factory=lambda: secrets.token_bytes(64))
     wall_time: float = field(default_factory=time.time)
+    network: int = 0
 
     def encode(self) -> bytes:
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,62})", self.hostname or "x"):
@@ -55,7 +58,7 @@ class Identity:
             raise InvalidRequestError(f"{self.machine_id!r} is no machine id")
         p = Packer().u32(1 if self.fork else 0).u32(self.generation)
         p.str(self.hostname.encode()).str(self.machine_id.encode()).str(self.fork_id.encode()[:120])
-        return p.str(self.seed[:512]).u64(int(self.wall_time * 1e9)).done()
+        return p.str(self.seed[:512]).u64(int(self.wall_time * 1e9)).u32(self.network).done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +292,30 @@ class Guest(GuestFiles):
         """Deleted files that are still held (up to 64): path, pid and name of the holder."""
         u = await self._ask(Op.DELETED, b"", "deleted_files")
         return self._parse(lambda u: [(_text(u), u.u32(), _text(u)) for _ in range(_count(u, 256))], u)
+
+    # ---- network
+
+    def serve(self, server: Server) -> None:
+        """Let ``server`` answer the guest's questions and carry its connections from now on; before
+        that all of them are refused."""
+        self._channel.opener = opener(self._channel, server)
+
+    @property
+    def has_network(self) -> bool:
+        """Whether this agent knows of names and connections; those in older images do not."""
+        return self.info is not None and bool(self.info.features & Feature.NETWORK)
+
+    async def set_network(self, flags: NetFlag) -> None:
+        """``PROXY`` opens proxies on 127.0.0.1 inside: 3128 for HTTP, 1080 for SOCKS5."""
+        await self._ask(Op.EGRESS, Packer().u32(flags).done(), "the network")
+
+    async def connect(self, port: int, *, timeout_s: float = 10) -> Connection:
+        """A connection to a port on the guest's loopback.
+
+        Raises:
+            ConnectionError: nothing listens there, or the sandbox is gone.
+        """
+        return await Connection.into(self._channel, port, timeout_s)
 
     async def activity(self) -> Activity:
         u = await self._ask(Op.ACTIVITY, b"", "activity")

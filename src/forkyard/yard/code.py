@@ -222,7 +222,7 @@ class Code:
         await self.lifecycle.note_user(sandbox, user)
         spec = SpawnSpec(
             argv=list(argv),
-            env=dict(doc.env),
+            env={**sandbox.net_env, **doc.env},
             cwd=resolve(request.cwd, doc.workdir) if request.cwd else doc.workdir,
             user=user,
             stdin="pipe",

@@ -61,7 +61,7 @@ def spec_of(request: Exec | Spawn, sandbox: Sandbox, tag: bytes, *, stdin: bool)
     doc = sandbox.doc
     return SpawnSpec(
         argv=argv_of(request),
-        env={**doc.env, **request.env},
+        env={**sandbox.net_env, **doc.env, **request.env},
         cwd=resolve(request.cwd, doc.workdir) if request.cwd else doc.workdir,
         user=request.user or doc.user,
         pty=isinstance(request, Spawn) and request.pty,

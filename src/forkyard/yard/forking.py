@@ -224,7 +224,10 @@ class Forking:
         if request.egress is None and request.egress_allow is None and origin is not None:
             egress, allow = origin.egress, list(origin.egress_allow)
         else:
-            egress, allow = resolve_egress(request.egress, request.egress_allow)
+            defaults = self.context.settings.defaults
+            egress, allow = resolve_egress(
+                request.egress, request.egress_allow, defaults.egress, defaults.egress_allow
+            )
         ephemeral = request.ephemeral
         if ephemeral is None:
             ephemeral = origin.ephemeral if origin is not None else False

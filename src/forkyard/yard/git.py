@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from forkyard.errors import InvalidRequestError, UnsupportedError
+from forkyard.errors import InvalidRequestError
 from forkyard.requests import Caller, Exec
 from forkyard.requests import Git as GitRequest
 from forkyard.types import ExecResult
@@ -62,14 +62,10 @@ class Git:
         """Let the sandbox reach one host while the block runs.
 
         Raises:
-            UnsupportedError: sandboxes have no network yet.
+            InvalidRequestError, UnsupportedError: see :meth:`forkyard.yard.network.Network.grant_host`.
         """
-        raise UnsupportedError(
-            f"{host}:{port} cannot be opened: sandboxes have no network in this version",
-            hint="upload a git bundle and clone that: git bundle create repo.bundle --all",
-            sandbox=sandbox.id,
-        )
-        yield
+        async with self.lifecycle.network.grant_host(sandbox, host, port):
+            yield
 
     async def run(self, request: GitRequest, caller: Caller) -> ExecResult:
         """See API: ``git``. What git refuses is a result.

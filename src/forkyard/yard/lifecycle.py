@@ -34,6 +34,7 @@ from forkyard.yard.leases import Leases
 from forkyard.yard.machines import Box, Start, identity
 from forkyard.yard.model import Sandbox, SnapshotDoc
 from forkyard.yard.names import checkpoint_id, snapshot_id
+from forkyard.yard.network import Network
 from forkyard.yard.plans import Plan, for_create
 from forkyard.yard.snapshots import Snapshots, limits_of
 from forkyard.yard.templates import Templates
@@ -59,6 +60,7 @@ class Lifecycle:
         self.snapshots = snapshots
         self.admission = admission
         self.leases = leases
+        self.network = Network(context, self._machine_of)
         self._boxes: dict[str, Sandbox] = {}
         context.machines.on_death = self._died
         context.disks.on_over = self._over_disk
@@ -145,31 +147,45 @@ class Lifecycle:
     async def ignite(self, sandbox: Sandbox, plan: Plan) -> None:
         """Start the plan's machine and make it the sandbox's; the caller holds the lock and saves."""
         doc = sandbox.doc
+        network = await self.network.prepare(sandbox)
         doc.generation += 1
-        who = identity(doc.name, doc.id, generation=doc.generation, fork=plan.image is not None)
+        fork = plan.image is not None
+        who = identity(doc.name, doc.id, generation=doc.generation, fork=fork, network=network)
         image = plan.image_path(self.context)
         if image is not None:
             self.context.images.verify_quick(image.name)
         started = await self.context.machines.start(
-            Start(doc.layers, plan.limits, who, plan.agent, image, plan.again)
+            Start(
+                doc.layers,
+                plan.limits,
+                who,
+                plan.agent,
+                image,
+                plan.again,
+                lambda guest: self.network.serve(sandbox, guest),
+            )
         )
         self.bind(sandbox, started)
         if started.layers != doc.layers:
             # Its disk goes on with a copy of the top layer: that one is not below it.
             await self._move_layers(sandbox, started.layers)
-        if plan.cold is not None and plan.cold.warm is not None:
-            # There is no image that fits: what it would hold is made here.
-            try:
+        try:
+            await self.network.equip(sandbox)
+            if plan.cold is not None and plan.cold.warm is not None:
+                # There is no image that fits: what it would hold is made here.
                 await warmup.run(started.guest, plan.cold)
-            except BaseException:
-                await finish(self.context.tg, self.release(sandbox))
-                raise
+        except BaseException:
+            await finish(self.context.tg, self.release(sandbox))
+            raise
         doc.agent = plan.agent
         doc.state = "running"
         doc.start_ms = round(started.start_ms, 2)
         if plan.start_from is not None:
             plan.start_from.verified = True
         sandbox.signal()
+
+    async def _machine_of(self, sandbox: Sandbox) -> Box:
+        return (await self.running(sandbox.id))[1]
 
     # -- the machine of a sandbox ------------------------------------------------------
 
@@ -380,6 +396,7 @@ class Lifecycle:
     async def _erase(self, sandbox: Sandbox) -> None:
         doc = sandbox.doc
         self.leases.unwatch(sandbox)
+        self.network.forget(doc.id)
         await self.release(sandbox)
         owned = [
             kept

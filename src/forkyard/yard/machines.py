@@ -61,7 +61,8 @@ class Limits:
 class Start:
     """What to start: read-only ``layers`` (top first), and the memory in ``image`` unless None.
 
-    ``again`` says that more starts of this kind are likely.
+    ``again`` says that more starts of this kind are likely; ``serve`` is given the guest before
+    it is heard, to answer what it asks of its network.
     """
 
     layers: list[str]
@@ -70,6 +71,7 @@ class Start:
     agent: str
     image: Path | None = None
     again: bool = False
+    serve: Callable[[Guest], None] = lambda guest: None
 
     @property
     def kind(self) -> Key:
@@ -196,6 +198,7 @@ class Machines:
             marks["engine"] = time.perf_counter()
             guest = Guest(machine.to_guest, machine.from_guest, box=site.id)
             undo.push(guest.close)
+            start.serve(guest)
             await self._hear(machine, guest)
             await guest.identify(start.identity)
             if site.cgroup is not None:
@@ -389,6 +392,7 @@ class Machines:
         if machine is None:
             return None
         guest = Guest(machine.to_guest, machine.from_guest, box=box_id)
+        start.serve(guest)
         try:
             if self._paused_mark(box_id).exists():
                 await self._resume_if_paused(machine, guest)
@@ -476,7 +480,7 @@ async def _within(step: Any) -> None:
         log.error("undo step failed: %r", error)
 
 
-def identity(name: str, sandbox: str, *, generation: int, fork: bool = False) -> Identity:
+def identity(name: str, sandbox: str, *, generation: int, fork: bool = False, network: int = 0) -> Identity:
     """A new identity for a machine: host name, machine id, fork id and fresh randomness.
 
     ``fork`` is for every machine that comes out of an image: its commands have lost their
@@ -488,4 +492,5 @@ def identity(name: str, sandbox: str, *, generation: int, fork: bool = False) ->
         fork_id=sandbox,
         generation=generation,
         fork=fork,
+        network=network,
     )

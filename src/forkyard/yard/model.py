@@ -24,7 +24,8 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     started from, kept for as long as it lives; ``checkpoint`` is the newest checkpoint among the
     ancestors of its present state; ``resume`` the hidden snapshot that a stopped sandbox starts
     from; ``napping`` that it was stopped for being idle and that the next call starts it;
-    ``trial`` the explore that it may not outlive unless it wins. ``deadline`` is in seconds of
+    ``trial`` the explore that it may not outlive unless it wins; ``exposed`` which ports of it are
+    which of the host's. ``deadline`` is in seconds of
     the boot-time clock of ``boot_id``.
     """
 
@@ -71,6 +72,7 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     shape_mem_mb: int = 0
     shape_disk_mb: int = 0
     processes: int = 0
+    exposed: dict[str, int] = {}
 
     def held(self) -> list[str]:
         """The layers that it needs."""
@@ -136,6 +138,8 @@ class Sandbox:
     killing: bool = False
     # Commands of the present machine that lost a process to save memory, and how often.
     ooms: dict[int, int] = field(default_factory=dict)
+    # Variables that its commands get, unless they have them: where certificates and proxies are.
+    net_env: dict[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

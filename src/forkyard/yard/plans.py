@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forkyard.config import TYPES
+from forkyard.egress.policy import check_rules
 from forkyard.errors import CorruptSnapshotError, InvalidRequestError, UnsupportedError
 from forkyard.host import process
 from forkyard.requests import CreateSandbox, Fork
@@ -185,22 +186,21 @@ def resolve_egress(
 ) -> tuple[str, list[str]]:
     """The network policy that the arguments and the defaults come to.
 
+    Returns:
+        ``deny`` or ``any``, or ``allow`` and the rules: a list that is not empty is all that is open.
+
     Raises:
-        InvalidRequestError: ``egress`` is neither ``deny`` nor ``any``.
-        UnsupportedError: it is not a closed network.
+        InvalidRequestError: ``egress`` is neither ``deny`` nor ``any``, or a rule is malformed or too wide.
     """
-    if egress not in (None, "deny", "any"):
+    if egress not in (None, "deny", "any") and not (egress == "allow" and allow):
         raise InvalidRequestError(
             f"egress={egress!r} is not known", hint="use deny or any, or egress_allow=[...]"
         )
     if egress is None and allow is None:
         egress, allow = default, default_allow or []
-    if egress == "any" or allow:
-        raise UnsupportedError(
-            "sandboxes of this version have no network: egress='any' and egress_allow are not supported",
-            hint="use egress='deny'; bring files in with upload or write_file",
-        )
-    return "deny", []
+    if allow:
+        return "allow", check_rules(allow)
+    return ("any" if egress == "any" else "deny"), []
 
 
 def check_limits(type_name: str | None, cpus: float | None, mem_mb: int | None, disk_mb: int | None) -> None:

@@ -61,6 +61,7 @@ class Recovery:
             await snapshots.forget_unused(snapshot.id)
         for sandbox in context.sandboxes:
             self.lifecycle.leases.watch(sandbox)
+            self.lifecycle.network.restore(sandbox)
 
     async def _attach(self, sandbox: Sandbox, slots: asyncio.Semaphore) -> None:
         doc = sandbox.doc
@@ -69,7 +70,12 @@ class Recovery:
             limits_of({name: getattr(doc, name) for name in doc.__struct_fields__}),
             identity(doc.name, doc.id, generation=doc.generation),
             doc.agent,
+            serve=lambda guest: self.lifecycle.network.serve(sandbox, guest),
         )
+        try:
+            await self.lifecycle.network.prepare(sandbox)
+        except ForkyardError as error:
+            log.warning("the network of %s stays closed: %s", doc.id, error)
         box = None
         async with slots:
             try:

@@ -120,9 +120,18 @@ class Yard:
     async def set_egress(self, request: rq.SetEgress, caller: rq.Caller) -> ty.SandboxInfo:
         sandbox = self.context.sandboxes.get(request.sandbox)
         egress, allow = resolve_egress(request.egress, request.egress_allow)
-        sandbox.doc.egress, sandbox.doc.egress_allow = egress, allow
-        await self._saved(sandbox, caller, "sandbox.egress", egress=egress, allow=allow)
+        async with locked(sandbox):
+            await self.lifecycle.network.change(sandbox, egress, allow)
+            sandbox.doc.egress, sandbox.doc.egress_allow = egress, allow
+            await self._saved(sandbox, caller, "sandbox.egress", egress=egress, allow=allow)
         return sandbox.info()
+
+    async def expose(self, request: rq.Expose, caller: rq.Caller) -> str:
+        sandbox = self.context.sandboxes.get(request.sandbox)
+        async with locked(sandbox):
+            url = await self.lifecycle.network.expose(sandbox, request.port)
+            await self._saved(sandbox, caller, "sandbox.exposed", port=request.port, url=url)
+        return url
 
     async def adopt(self, request: rq.Adopt, caller: rq.Caller) -> ty.SandboxInfo:
         sandbox = self.context.sandboxes.get(request.sandbox)
@@ -478,6 +487,7 @@ async def open_yard(
             yield yard
         finally:
             yard.leases.close()
+            yard.lifecycle.network.close()
             yard.making.close()
             yard.code.detach_all()
             await yard.execs.close()
