@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -28,6 +29,8 @@ from forkyard.host.files import rmtree
 IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
 CONTAINER = "b"
 START_TIMEOUT_S = 60
+# What any user may have by default (pipe-max-size).
+PIPE_BYTES = 1 << 20
 
 
 class GVisor:
@@ -250,6 +253,9 @@ def _machine(spec: MachineSpec, pid: int, start: int) -> Machine:
         # write, so that a FIFO without the other end neither blocks nor ends.
         for name in ("in", "out"):
             fds.append(os.open(spec.dir / name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+            # The default 64 KiB hold less than one bulk frame; refused to users with many pipes.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fds[-1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         gofer = _state(spec.dir).get("goferPid") or 0
         watch = _Watch(pidfd, gofer, (process.start_time(gofer) or 0) if gofer else 0)
         machine = Machine(spec, pid, start, to_guest=fds[0], from_guest=fds[1], private=watch)
