@@ -78,6 +78,7 @@ class Bench:
                     taking_part.remove(contender)
                     self.failures.append(f"{what}, {contender.name}: {type(error).__name__}: {error}")
                     self.note(f"  failed: {self.failures[-1]}")
+                machine.reap()
                 time.sleep(settle_s)
 
     @contextlib.contextmanager

@@ -115,3 +115,11 @@ def cpu_s(pids: set[int]) -> float:
         if len(stat) > 15:
             total += sum(map(int, stat[11:15]))
     return total / TICKS
+
+
+def reap() -> None:
+    """Collect orphans that became this process's children (see ``BareRunsc.open``); call it when no
+    child that somebody waits for can have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -73,7 +73,7 @@ def _run(n: int, wanted: list[str], without: set[str]) -> tuple[Bench, dict[str,
             else:
                 CASES[name](bench)
         about["load_after"] = round(os.getloadavg()[0], 2)
-    _reap()
+    machine.reap()
     return bench, about
 
 
@@ -89,10 +89,3 @@ def _contenders(home: Path, layers: list[Path], found: list[Build], without: set
     if "docker" not in without:
         contenders.append(Docker(layers, note))
     return contenders
-
-
-def _reap() -> None:
-    """Collect the rivals' orphans, which became this process's children."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
