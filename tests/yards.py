@@ -235,7 +235,7 @@ class TestYard:
         await self.yard.files.write_files(rq.WriteFiles(sandbox=ref, files=files), self.caller)
 
     async def read(self, ref: str, path: str) -> bytes:
-        """A file. A guest that was not silent at a freeze (on a busy host) is asked again, as a client does."""
+        """A file. A guest that was not silent at a freeze (the host is busy) is asked again."""
         request = rq.ReadFiles(sandbox=ref, paths=[path])
         while True:
             try:

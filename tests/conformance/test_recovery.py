@@ -1,0 +1,210 @@
+"""A daemon dies at any moment, and the next one finds everything or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from lives import Life, bury
+from yards import Home, Kind, TestYard, until
+
+from forkyard import requests as rq
+from forkyard.host import process
+from forkyard.yard import machines
+
+Lives = Callable[[], Life]
+
+
+@pytest.fixture
+def lives(home: Home, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lives]:
+    """Begins the next life of one home; the last one has to leave a clean host."""
+    if not kind.real:  # it answers in a millisecond, or is paused
+        monkeypatch.setattr(machines, "PAUSED_S", 0.2)
+    lived: list[Life] = []
+
+    def begin() -> Life:
+        lived.append(Life(home))
+        return lived[-1]
+
+    try:
+        yield begin
+        lived[-1].close()
+    finally:
+        bury()
+
+
+def test_sandboxes_run_on(lives: Lives) -> None:
+    first = lives()
+    yard = first.yard
+    one = first.run(yard.create(name="one", labels={"k": "v"}, ttl_min=60))
+    pid = first.run(yard.background("one", "exec counter /home/user/n"))
+    first.run(yard.counting("one", "n", 3))
+    fork = first.run(yard.fork("one", 1, names=["fork"]))
+    first.run(yard.checkpoint("one", "c"))
+    first.run(yard.create(name="stopped"))
+    first.run(yard.write("stopped", file=b"kept"))
+    first.run(yard.stop("stopped"))
+    first.run(yard.snapshot("one", "gold"))
+    records = {doc.id for doc in yard.context.snapshots.values()}
+    references = yard.references()
+    first.die()
+
+    second = lives()
+    yard = second.yard
+    info = second.run(yard.info("one"))
+    assert (info.id, info.state, info.labels) == (one.id, "running", {"k": "v"})
+    assert info.expires_at == one.expires_at
+    assert {doc.id for doc in yard.context.snapshots.values()} == records
+    assert yard.references() == references
+    before = second.run(yard.count("one", "n"))
+    assert second.run(yard.counting("one", "n", before)) > before
+    found = second.run(yard.yard.execs.processes(rq.SandboxRequest(sandbox="one"), yard.caller))
+    assert pid in {seen.pid for seen in found}
+    assert second.run(yard.out("fork", "echo $((1+1))")) == "2"
+    second.run(yard.start("stopped"))
+    assert second.run(yard.read("stopped", "file")) == b"kept"
+    assert second.run(yard.rewind("one", "c")).state == "running"
+    assert second.run(yard.create(snapshot="gold")).memory_restored
+    second.run(yard.delete("fork"))
+    assert fork.snapshot not in yard.context.snapshots
+    kinds = [record.kind for record in second.run(yard.yard.audit(rq.Audit(sandbox="one"), yard.caller))]
+    assert "sandbox.created" in kinds and "sandbox.rewound" in kinds
+
+
+@pytest.mark.parametrize("what", ["create", "fork", "snapshot", "checkpoint", "rewind", "stop", "delete"])
+@pytest.mark.parametrize("turns", [3, 12, 40, 120])
+def test_a_death_in_the_middle(lives: Lives, kind: Kind, what: str, turns: int) -> None:
+    if kind.real and turns not in (12, 120):
+        pytest.skip("the other moments are the fake engine's: a real machine takes seconds for each")
+    first = lives()
+    yard = first.yard
+    first.run(yard.create(name="one"))
+    first.run(yard.write("one", file=b"kept"))
+    if what == "rewind":
+        first.run(yard.checkpoint("one", "c"))
+    works = {
+        "create": lambda: yard.create(name="two"),
+        "fork": lambda: yard.fork("one", 3),
+        "snapshot": lambda: yard.snapshot("one", "gold"),
+        "checkpoint": lambda: yard.checkpoint("one", "c"),
+        "rewind": lambda: yard.rewind("one"),
+        "stop": lambda: yard.stop("one"),
+        "delete": lambda: yard.delete("one"),
+    }
+    first.begin(works[what]())
+    first.go_on(turns)
+    first.die()
+
+    second = lives()
+    yard = second.yard
+    for sandbox in yard.context.sandboxes:
+        assert sandbox.doc.state in ("running", "stopped")
+        if sandbox.doc.state == "stopped":
+            assert what == "stop"
+            second.run(yard.start(sandbox.id))
+        assert second.run(yard.out(sandbox.id, "echo usable")) == "usable"
+    if what != "delete":
+        assert second.run(yard.read("one", "file")) == b"kept"
+    for doc in list(yard.context.snapshots.values()):
+        made = second.run(yard.fork(doc.id, 1))
+        assert second.run(yard.out(made.forks[0].id, "cat file")) == "kept"
+        second.run(yard.delete(made.forks[0].id))
+    second.run(no_strays(yard))
+
+
+async def no_strays(yard: TestYard) -> None:
+    """Whatever is on the host belongs to a record, once what is made ahead has been taken away."""
+
+    async def strays() -> list[str]:
+        await yard.context.machines.spares.drop_all()
+        boxes = {sandbox.doc.box for sandbox in yard.context.sandboxes if sandbox.doc.box}
+        layers = set(yard.yard.snapshots.holders) | {"base"}
+        found = [stray.name for stray in yard.context.disks.stray(boxes, layers)]
+        images = {doc.image for doc in yard.context.snapshots.values()}
+        return found + [n for n in yard.context.images.names() if n not in images and "warm-" not in n]
+
+    async def none() -> bool:
+        return not await strays()
+
+    await until(none, "every box, layer and image has a record")
+
+
+def test_a_command_outlives_the_daemon(lives: Lives) -> None:
+    first = lives()
+    yard = first.yard
+    first.run(yard.create(name="one"))
+    command = "echo once >> ran; echo begin; while [ ! -e go ]; do sleep 0.02; done; echo end; exit 3"
+    first.begin(yard.shell("one", command, request_id="asked-twice"))
+    big = f"head -c {2 << 20} /dev/zero; echo middle; while [ ! -e go ]; do sleep 0.02; done; echo end"
+    first.begin(yard.shell("one", big, request_id="much"))
+
+    async def both_run() -> bool:
+        found = await yard.yard.execs.processes(rq.SandboxRequest(sandbox="one"), yard.caller)
+        return len({one.handle for one in found}) == 2 and b"once" in await yard.read("one", "ran")
+
+    first.go_on_until(both_run, "both commands run")
+    first.die()
+
+    second = lives()
+    yard = second.yard
+    second.begin(_go(yard))
+    done = second.run(yard.shell("one", command, request_id="asked-twice"))
+    assert (done.stdout, done.exit_code) == ("begin\nend\n", 3)
+    much = second.run(yard.shell("one", big, request_id="much"))
+    assert len(much.stdout_bytes) == (2 << 20) + len(b"middle\nend\n")
+    assert much.stdout_bytes.endswith(b"\0middle\nend\n")
+    assert second.run(yard.read("one", "ran")) == b"once\n"
+
+
+async def _go(yard: TestYard) -> None:
+    await yard.write("one", go=b"")
+
+
+def test_what_died_meanwhile_is_failed_and_can_start(lives: Lives) -> None:
+    first = lives()
+    yard = first.yard
+    first.run(yard.create(name="one"))
+    first.run(yard.write("one", file=b"kept"))
+    first.run(yard.checkpoint("one"))
+    first.run(yard.create(name="bare"))
+    first.run(yard.create(name="gone", ephemeral=True))
+    specs = [sandbox.box.machine.spec.dir for sandbox in yard.context.sandboxes]
+    engine = yard.engine
+    first.die()
+
+    async def end_all() -> None:
+        for directory in specs:
+            await engine.sweep(directory)
+
+    asyncio.run(end_all())
+
+    second = lives()
+    yard = second.yard
+    assert yard.context.sandboxes.find("gone") is None
+    for name in ("one", "bare"):
+        info = second.run(yard.info(name))
+        assert info.state == "failed" and info.failure is not None and info.failure.cause == "unknown"
+    assert second.run(yard.start("one")).state == "running"
+    assert second.run(yard.read("one", "file")) == b"kept"
+
+
+def test_a_lease_that_ended_meanwhile(lives: Lives) -> None:
+    first = lives()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        lease = rq.Lease(pid=child.pid, start_time=process.start_time(child.pid))
+        first.run(first.yard.create(name="held", ephemeral=True, lease=lease))
+        first.run(first.yard.create(name="short"))
+        first.run(first.yard.yard.set_ttl(rq.SetTtl(sandbox="short", ttl_min=0.0001), first.yard.caller))
+        first.run(first.yard.create(name="other"))
+        first.die()
+    finally:
+        child.kill()
+        child.wait()
+
+    second = lives()
+    left = second.yard.context.sandboxes
+    second.go_on_until(lambda: [one.doc.name for one in left] == ["other"], "leases and deadlines count on")
