@@ -78,14 +78,18 @@ class YardHome:
         return [path.name for path in (self.home / "images").iterdir() if not path.name.startswith("warm-")]
 
     def clear(self) -> None:
-        """Delete all sandboxes and snapshots; nothing of them may be left."""
+        """Delete all sandboxes and snapshots; none of what they stood on may be left."""
         for info in self.client.list_sandboxes():
             self.client.delete_sandbox(info.id)
         for snapshot in self.client.list_snapshots():
             self.client.delete_snapshot(snapshot.id)
-        eventually(self.boxes, GONE_S)
         eventually(self.layers, GONE_S)
         eventually(self.images, GONE_S)
+
+    def wait_empty(self) -> None:
+        """As ``clear``, and wait until the places made ahead for further starts are gone too."""
+        self.clear()
+        eventually(self.boxes, GONE_S)
 
 
 @contextmanager
@@ -109,18 +113,21 @@ def open_home(runsc: Path | None = None) -> Iterator[YardHome]:
         try:
             # The first sandbox of an engine without a memory image for it has one made behind it.
             yard.client.create_sandbox()
-            yard.clear()
+            yard.wait_empty()
             yield yard
             pid = yard.pid
-            yard.clear()
+            yard.wait_empty()
             yard.client.shutdown("delete")
             eventually(lambda: Path(f"/proc/{pid}").exists(), 20)
             yard.client.close()
             eventually(lambda: mounts.mounts_below(home), GONE_S)
-            eventually(lambda: loops_below(home), GONE_S)
+            # The file system is shut down behind: what was deleted last is still being freed.
+            eventually(lambda: loops_below(home), 3 * GONE_S)
             eventually(lambda: processes_below(home) + processes_of(home), GONE_S)
             eventually(yard.groups)
             assert not (home / "daemon.sock").exists() and not (home / "daemon.json").exists()
+            log = (home / "daemon.log").read_text()
+            assert "Traceback" not in log, log.replace("\\n", "\n")
         finally:
             _force_away(yard)
 
