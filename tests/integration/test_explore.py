@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,8 @@ from yard_home import YardHome, client, until, yard  # noqa: F401
 
 from forkyard import Client, VariantResult
 from forkyard.audit import verify
-from forkyard.errors import InvalidRequestError, NotFoundError, UnsupportedError
+from forkyard.errors import InvalidRequestError, NotFoundError, UnavailableError, UnsupportedError
+from forkyard.requests import ExploreEvent
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -112,6 +115,21 @@ def test_a_client_that_goes_takes_all_copies_with_it(yard: YardHome, client: Cli
         child.wait()
     until(lambda: client.list_sandboxes() == [])
     until(lambda: yard.boxes() == [])
+
+
+def test_a_daemon_that_dies_leaves_no_copy(yard: YardHome, client: Client) -> None:  # noqa: F811
+    client.create_sandbox("work")
+    killed = []
+
+    def kill(event: ExploreEvent) -> None:
+        if event.kind == "started" and not killed:
+            killed.append(os.kill(yard.pid, signal.SIGKILL))
+
+    with pytest.raises(UnavailableError):
+        client.explore("work", ["sleep 300", "sleep 301"], on_progress=kill)
+    assert [info.name for info in client.list_sandboxes()] == ["work"]
+    until(lambda: len([name for name in yard.boxes() if name.startswith(f"{yard.home}/boxes")]) <= 2)
+    assert client.shell("work", "true").ok
 
 
 def test_the_log_and_a_copy_that_was_changed(yard: YardHome, client: Client, tmp_path: Path) -> None:  # noqa: F811

@@ -263,7 +263,7 @@ class Exploring:
         emit: Emit,
     ) -> ExecResult:
         planned = plan()
-        planned.doc.trial = request.request_id
+        planned.doc.trial = request.request_id or trial.variant.name or "explore"
         trial.sandbox = sandbox = await self.lifecycle.bring_up(planned, caller, wait_s=ROOM_S)
         variant = trial.variant
         if variant.files:
