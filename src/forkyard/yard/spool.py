@@ -29,6 +29,7 @@ class Spool:
         self._limit = request.max_output
         self._paths: tuple[Path, Path] | None = None
         self._written = [0, 0]
+        self._made = False
         if request.request_id:
             name = tag_of(request, uid).decode()
             self._paths = directory / f"spool-{name}.1", directory / f"spool-{name}.2"
@@ -39,6 +40,7 @@ class Spool:
             pieces = capture.unspooled(self._limit - self._written[index])
             if self._paths is None:
                 continue
+            self._made = self._made or bool(pieces)
             for piece in pieces:
                 with contextlib.suppress(OSError), self._paths[index].open("ab") as file:
                     os.chmod(file.fileno(), 0o600)
@@ -49,6 +51,7 @@ class Spool:
         """Feed the captures what an earlier daemon spooled."""
         if self._paths is None:
             return
+        self._made = True
         for index, (path, capture) in enumerate(zip(self._paths, (out, err), strict=True)):
             with contextlib.suppress(FileNotFoundError):
                 data = path.read_bytes()
@@ -59,6 +62,7 @@ class Spool:
         err.unspooled(0)
 
     def remove(self) -> None:
-        """Delete the files."""
-        for path in self._paths or ():
-            path.unlink(missing_ok=True)
+        """Delete the files, if there are any: most commands never have one."""
+        if self._made:
+            for path in self._paths or ():
+                path.unlink(missing_ok=True)
