@@ -396,17 +396,22 @@ class Lifecycle:
     async def _erase(self, sandbox: Sandbox) -> None:
         doc = sandbox.doc
         self.leases.unwatch(sandbox)
-        self.network.forget(doc.id)
-        await self.release(sandbox)
         owned = [
             kept
             for kept in self.context.snapshots.values()
             if kept.sandbox == doc.id and kept.kind in ("checkpoint", "stop")
         ]
-        doc.state = "deleted"
+        before, doc.state = doc.state, "deleted"
+        try:
+            # The row first: cut short from here on, the rest is swept as what no record names.
+            await self.context.save(sandboxes=[doc], gone=[kept.id for kept in owned])
+        except BaseException:
+            doc.state = before
+            raise
         self.context.sandboxes.drop(sandbox)
         sandbox.signal()
-        await self.context.save(sandboxes=[doc], gone=[kept.id for kept in owned])
+        self.network.forget(doc.id)
+        await self.release(sandbox)
         for kept in owned:
             await self.snapshots.discard(kept, save=False)
         await self.snapshots.release(doc.held())
