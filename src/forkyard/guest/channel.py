@@ -193,6 +193,9 @@ class Channel:
         finally:
             if self._hello is hello:
                 self._hello = None
+            if hello.cancelled():
+                # The answer may come yet (a guest that stood still goes on): nobody waits for it.
+                self._decoder.hunt(secrets.token_bytes(NONCE_BYTES))
 
     def violation(self, why: str) -> None:
         """The guest broke the protocol: forgive it once (a new epoch), else it is lost."""
