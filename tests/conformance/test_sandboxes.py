@@ -63,7 +63,8 @@ async def test_delete_while_creating_leaves_nothing(yard: TestYard) -> None:
         await yard.delete(pending.id)
         assert len(yard.context.sandboxes) == 0
     waiting = asyncio.ensure_future(yard.create(name="waited"))
-    await until(lambda: yard.context.sandboxes.find("waited"), "it is announced")
+    while yard.context.sandboxes.find("waited") is None:
+        await asyncio.sleep(0)
     await yard.delete("waited")
     with pytest.raises(ConflictError, match="deleted while"):
         await waiting
