@@ -18,7 +18,10 @@ from own_yard import OwnYard, own_yard, programs, yard  # noqa: F401
 from forkyard.cli.main import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDES = ("quickstart", "cli", "sdk", "forking", "diff", "explore", "design")
+GUIDES = (
+    *("quickstart", "cli", "sdk", "run_code", "agents"),
+    *("forking", "diff", "explore", "design"),
+)
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
 NOT_RUN = 1
 

@@ -36,6 +36,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Work in them": {
         "exec": ("running", "Run a command in a sandbox."),
         "shell": ("terminal", "Open an interactive shell in a sandbox."),
+        "run": ("coding", "Run code in a session that goes on between calls."),
         "cp": ("copying", "Copy files or trees into or out of a sandbox."),
     },
     "Fork and rewind": {

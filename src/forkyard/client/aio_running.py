@@ -296,7 +296,7 @@ class AsyncRunning:
 
         Raises:
             InvalidRequestError: an option that the operation does not take.
-            UnsupportedError: the URL's host cannot be opened.
+            UnsupportedError: the sandbox was saved by a version without a network.
         """
         if token is not None and password is not None:
             raise errors.InvalidRequestError("give a password or a token, not both")

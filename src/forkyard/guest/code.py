@@ -23,7 +23,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -47,12 +47,14 @@ KILL_S = 10.0
 SETTLE_S = 2.0
 ACKNOWLEDGE_AT = 512 << 10
 
+_LENGTH = re.compile(rb"[A-Za-z][0-9a-f]{4}")
 _MIME = re.compile(r"[a-z0-9]+/[A-Za-z0-9.+_-]{1,100}")
 
 
 class _Finish(msgspec.Struct):
     code: int = 0
     exit: bool = False
+    cut: bool = False
 
 
 class _Failure(msgspec.Struct):
@@ -126,8 +128,8 @@ _BOOT_PYTHON = (
 )
 _BOOT_NODE = (
     "const fs=require('fs'),b=Buffer.alloc(1);let n='';"
-    "while(fs.readSync(0,b,0,1)&&b[0]!==10)n+=b;"
-    "const p=Buffer.alloc(+n);for(let at=0,k;at<p.length&&(k=fs.readSync(0,p,at));at+=k);"
+    "while(fs.readSync(0,b,0,1,null)&&b[0]!==10)n+=b;"
+    "const p=Buffer.alloc(+n);for(let at=0,k;at<p.length&&(k=fs.readSync(0,p,at,p.length-at,null));at+=k);"
     "new Function('require',p.toString())(require)"
 )
 
@@ -181,35 +183,40 @@ class Splitter:
         self.dropped = b""
 
     def listen(self, *ids: str, hunting: bool) -> None:
-        self._ids = tuple(one.encode() for one in ids)
+        self._ids = tuple(b"\0" + one.encode() for one in ids)
         self.hunting = hunting
         self._parts, self._size = [], 0
 
     def feed(self, data: bytes) -> None:
         data = self._rest + data if self._rest else data
         at = 0
-        while True:
-            nul = data.find(b"\0", at)
-            if nul < 0:
-                self._emit(data[at:])
-                self._rest = b""
-                return
-            head = data[nul : nul + HEAD]
-            known = head[1:33]
+        while (begin := self._find(data, at)) < len(data):
+            head = data[begin : begin + HEAD]
             if len(head) < HEAD:
-                if any(one.startswith(known) for one in self._ids):
-                    break  # perhaps the beginning of a frame
-            elif known in self._ids and (size := _size(head)) is not None:
-                if len(data) < nul + HEAD + size:
-                    break
-                self._emit(data[at:nul])
-                self._frame(known, head[33:34], data[nul + HEAD : nul + HEAD + size])
-                at = nul + HEAD + size
+                break
+            size = _size(head)
+            if size is None:
+                self._emit(data[at : begin + 1])
+                at = begin + 1
                 continue
-            self._emit(data[at : nul + 1])
-            at = nul + 1
-        self._emit(data[at:nul])
-        self._rest = data[nul:]
+            end = begin + HEAD + size
+            if len(data) < end:
+                break
+            self._emit(data[at:begin])
+            self._frame(head[1:33], head[33:34], data[begin + HEAD : end])
+            at = end
+        self._emit(data[at:begin])
+        self._rest = data[begin:]
+
+    def _find(self, data: bytes, at: int) -> int:
+        """Where a frame begins, or may begin with what comes next; the length if nowhere."""
+        whole = [found for mark in self._ids if (found := data.find(mark, at)) >= 0]
+        if whole:
+            return min(whole)
+        for begin in range(max(at, len(data) - 32), len(data)):
+            if data[begin] == 0 and any(mark.startswith(data[begin:]) for mark in self._ids):
+                return begin
+        return len(data)
 
     def end(self) -> None:
         """Nothing more comes: what was held back is output."""
@@ -240,11 +247,10 @@ class Splitter:
 
 
 def _size(head: bytes) -> int | None:
-    try:
-        size = int(head[34:38], 16)
-    except ValueError:
+    if not _LENGTH.fullmatch(head[33:]):
         return None
-    return size if size <= FRAME - HEAD and head[33:34].isalpha() else None
+    size = int(head[34:], 16)
+    return size if size <= FRAME - HEAD else None
 
 
 @dataclass(slots=True)
@@ -391,12 +397,13 @@ class CodeSession:
         process = self.process
         if enough():
             return
-        async with contextlib.aclosing(process.output()) as items:
+        async with contextlib.aclosing(cast(Any, process.output())) as items:
             async for item in items:
                 splitter = self._splitters[item.stream]
                 if item.kind == "gap":
                     splitter.gap()
-                    (self._out if item.stream == "stdout" else self._err).skip(item.missing)
+                    if not splitter.hunting:
+                        (self._out if item.stream == "stdout" else self._err).skip(item.missing)
                 else:
                     splitter.feed(item.data)
                 if enough():
@@ -429,6 +436,7 @@ class CodeSession:
             elif letter == b"f":
                 finish = _finish(payload or b"{}")
                 outcome.code, outcome.leaves = finish.code & 0xFF, finish.exit
+                outcome.truncated = outcome.truncated or finish.cut
                 self._done.add("stdout")
             elif payload is None:
                 outcome.truncated = True

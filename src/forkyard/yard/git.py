@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -22,9 +22,10 @@ from forkyard.yard.execs import Execs
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.model import Sandbox
 
+ASK_S = 10.0
 PORTS = {"http": 80, "https": 443, "git": 9418, "ssh": 22}
 # git does not ask a terminal that is not there, nor open an editor.
-ENV = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "/bin/true", "GIT_EDITOR": "true", "GIT_PAGER": "cat"}
+ENV = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "", "GIT_EDITOR": "true", "GIT_PAGER": "cat"}
 # Standard input is the password's way in; git itself reads nothing from it then.
 WITH_PASSWORD = 'exec 3<&0 </dev/null; exec git "$@"'
 HELPER = "!f() { test \"$1\" = get && cat <&3; }; f"
@@ -57,34 +58,50 @@ class Git:
         self.context = lifecycle.context
         self.execs = execs
 
-    @contextlib.asynccontextmanager
-    async def grant_host(self, sandbox: Sandbox, host: str, port: int) -> AsyncIterator[None]:
-        """Let the sandbox reach one host while the block runs.
-
-        Raises:
-            InvalidRequestError, UnsupportedError: see :meth:`forkyard.yard.network.Network.grant_host`.
-        """
-        async with self.lifecycle.network.grant_host(sandbox, host, port):
-            yield
-
     async def run(self, request: GitRequest, caller: Caller) -> ExecResult:
         """See API: ``git``. What git refuses is a result.
 
         Raises:
             InvalidRequestError: an option that this operation does not take, or a URL that cannot be.
-            UnsupportedError: see :meth:`grant_host`.
+            UnsupportedError: the sandbox's memory is of an age without a network.
         """
         check_options(request)
         sandbox, _ = await self.lifecycle.running(request.sandbox)
         remote = parse_url(request.url) if request.url is not None else None
         command = make_command(request, remote)
+        if remote is None and request.operation == "fetch" and request.grant:
+            remote = await self._known_remote(sandbox, request, caller)
         if remote is None or remote.host is None:
             return await self.execs.run(command, caller)
         self._audit(sandbox, caller, request, remote)
         if not request.grant:
             return await self.execs.run(command, caller)
-        async with self.grant_host(sandbox, remote.host, remote.port):
+        place = f"{remote.host}:{remote.port}"
+        if place not in sandbox.doc.git_hosts:
+            sandbox.doc.git_hosts.append(place)
+            await self.context.save(sandboxes=[sandbox.doc])
+        async with self.lifecycle.network.grant_host(sandbox, remote.host, remote.port):
             return await self.execs.run(command, caller)
+
+    async def _known_remote(self, sandbox: Sandbox, request: GitRequest, caller: Caller) -> Remote | None:
+        """Where a fetch that names no URL goes. The repository says so, which the sandbox can
+        change: only a host that a client of ours named before is opened for it."""
+        if not sandbox.doc.git_hosts:
+            return None
+        asked = Exec(
+            sandbox=request.sandbox,
+            argv=["git", "remote", "get-url", "origin"],
+            cwd=request.path,
+            user=request.user,
+            max_output=4096,
+            timeout_s=ASK_S,
+        )
+        answer = await self.execs.run(asked, caller)
+        with contextlib.suppress(InvalidRequestError):
+            remote = parse_url(answer.stdout.strip())
+            if f"{remote.host}:{remote.port}" in sandbox.doc.git_hosts:
+                return remote
+        return None
 
     def _audit(self, sandbox: Sandbox, caller: Caller, request: GitRequest, remote: Remote) -> None:
         said: dict[str, object] = {

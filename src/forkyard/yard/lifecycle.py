@@ -41,6 +41,9 @@ from forkyard.yard.templates import Templates
 
 log = logging.getLogger("forkyard.yard")
 
+# Within this the memory of a killed process is free.
+GONE_S = 0.5
+
 __all__ = ["Lifecycle", "checkpoint_id", "snapshot_id"]
 
 
@@ -202,7 +205,7 @@ class Lifecycle:
         if box.cgroup is not None:
             sandbox.memory_watch = box.cgroup.watch_memory(
                 asyncio.get_running_loop(),
-                lambda used, limit: self._kill_largest(sandbox, box, "process.oom"),
+                lambda used, limit: self._over_memory(sandbox, box, used),
             )
         box.guest.on_lost = lambda error: self._channel_lost(box.id, error)
 
@@ -219,6 +222,14 @@ class Lifecycle:
         sandbox.doc.box = ""
         sandbox.doc.machine = None
 
+    def _over_memory(self, sandbox: Sandbox, box: Box, used_mb: float) -> None:
+        """More memory is used than allowed. What was killed takes a moment to be gone from the
+        figures: while they do not grow, its neighbour is not killed for it too."""
+        now = time.monotonic()
+        if now - sandbox.killed_at > GONE_S or used_mb > sandbox.killed_mb:
+            sandbox.killed_at, sandbox.killed_mb = now, used_mb
+            self._kill_largest(sandbox, box, "process.oom")
+
     def _kill_largest(self, sandbox: Sandbox, box: Box, why: str) -> None:
         """More is used than allowed: end the largest process, before the kernel ends the sandbox.
 
@@ -231,7 +242,8 @@ class Lifecycle:
             try:
                 killed = await box.guest.kill_largest()
                 if killed is not None:
-                    sandbox.ooms[killed.command] = sandbox.ooms.get(killed.command, 0) + 1
+                    if why == "process.oom":
+                        sandbox.ooms[killed.command] = sandbox.ooms.get(killed.command, 0) + 1
                     data = {"pid": killed.pid, "rss_mb": round(killed.rss_mb), "command": killed.command}
                     self.context.audit.append(why, sandbox.id, "yard", data)
             except ForkyardError as error:

@@ -25,8 +25,8 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     ancestors of its present state; ``resume`` the hidden snapshot that a stopped sandbox starts
     from; ``napping`` that it was stopped for being idle and that the next call starts it;
     ``trial`` the explore that it may not outlive unless it wins; ``exposed`` which ports of it are
-    which of the host's. ``deadline`` is in seconds of
-    the boot-time clock of ``boot_id``.
+    which of the host's; ``git_hosts`` the hosts that clients had git reach. ``deadline`` is in
+    seconds of the boot-time clock of ``boot_id``.
     """
 
     id: str
@@ -46,6 +46,7 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     env: dict[str, str] = {}
     egress: str = "deny"
     egress_allow: list[str] = []
+    git_hosts: list[str] = []
     labels: dict[str, str] = {}
     ttl_min: float | None = None
     auto_stop_min: float | None = None
@@ -136,6 +137,9 @@ class Sandbox:
     measured_at: float = 0.0
     memory_watch: Any = None
     killing: bool = False
+    # When a process was last killed to save memory, and how much was used then.
+    killed_at: float = float("-inf")
+    killed_mb: float = 0.0
     # Commands of the present machine that lost a process to save memory, and how often.
     ooms: dict[int, int] = field(default_factory=dict)
     # Variables that its commands get, unless they have them: where certificates and proxies are.

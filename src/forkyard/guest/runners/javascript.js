@@ -33,8 +33,12 @@ function send(fd, kind, payload = Buffer.alloc(0)) {
   }
 }
 
-function cut(text, limit = MAX_TEXT) {
+let shortened = false;
+
+function cut(said, limit = MAX_TEXT) {
+  const text = Buffer.from(said).toString(); // without half surrogates
   if (text.length <= limit) return text;
+  shortened = true;
   const half = limit >> 1;
   return `${text.slice(0, half)}\n... ${text.length - 2 * half} characters left out ...\n${text.slice(-half)}`;
 }
@@ -76,17 +80,33 @@ const server = repl.start({
   input: new PassThrough(), output: new PassThrough(), prompt: '', terminal: false, useGlobal: true,
   breakEvalOnSigint: true,
 });
-const requests = fs.createReadStream(null, {fd: 0, autoClose: false});
+const requests = process.stdin;
 Object.defineProperty(process, 'stdin', {value: new PassThrough().end(), configurable: true});
 process.on('uncaughtException', (error) => console.error(error));
 process.on('unhandledRejection', (error) => console.error(error));
-let interrupt = null;
-process.on('SIGINT', () => interrupt && interrupt());
+let refuse = null;
+function interrupted() {
+  if (refuse) refuse(Object.assign(new Error('interrupted'), {name: 'Interrupted'}));
+}
+// While a script runs the REPL has a watchdog for SIGINT, which does not get on with a listener, and which
+// leaves the signal deadly when it goes.
+function arm() {
+  process.removeAllListeners('SIGINT');
+  process.on('SIGINT', interrupted);
+}
+arm();
+// Where a REPL has a domain, what the code throws ends up there and not with who asked for the evaluation.
+if (server._domain) {
+  server._domain.removeAllListeners('error');
+  server._domain.on('error', (error) => (refuse ? refuse(error) : console.error(error)));
+}
 
 function evaluate(code) {
   return new Promise((resolve, reject) => {
-    interrupt = () => reject(Object.assign(new Error('interrupted'), {name: 'Interrupted'}));
+    refuse = reject;
+    process.removeAllListeners('SIGINT');
     server.eval(code, server.context, 'session', (error, value) => (error ? reject(error) : resolve(value)));
+    arm();
   });
 }
 
@@ -95,17 +115,19 @@ async function run(code) {
   send(2, 'b');
   let failed = null;
   let result;
+  shortened = false;
   try {
     result = await evaluate(code);
   } catch (error) {
     failed = describe(error);
     if (failed.name === 'SyntaxError' && error.err) failed = describe(error.err);
   }
-  interrupt = null;
+  refuse = null;
+  arm();
   if (!failed && result !== undefined) send(1, 'r', Buffer.from(cut(util.inspect(result))));
   if (failed) send(1, 'x', Buffer.from(JSON.stringify(failed)));
   send(2, 'f');
-  send(1, 'f', Buffer.from(JSON.stringify({code: failed ? 1 : 0})));
+  send(1, 'f', Buffer.from(JSON.stringify({code: failed ? 1 : 0, cut: shortened})));
 }
 
 let chain = Promise.resolve();

@@ -45,10 +45,10 @@ class State:
     """Of the run that goes on."""
 
     id = b"0" * 32
-    busy = False
     pid = os.getpid()
     result = None
     error = None
+    cut = False
     shown = set()
     figures = 0
 
@@ -89,12 +89,17 @@ def send(fd, kind, payload=b""):
 def cut(text, limit=MAX_TEXT):
     if len(text) <= limit:
         return text
+    state.cut = True
     half = limit // 2
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
 def encoded(text):
     return text.encode("utf-8", "backslashreplace")
+
+
+def whole(text):
+    return encoded(text).decode()
 
 
 class Out(io.RawIOBase):
@@ -379,6 +384,7 @@ def format_plain(error, name):
 
 def make_ipython():
     """IPython's shell, which writes no history and no profile."""
+    import IPython.display
     from IPython.core.autocall import ExitAutocall
     from IPython.core.displayhook import DisplayHook
     from IPython.core.displaypub import DisplayPublisher
@@ -417,6 +423,9 @@ def make_ipython():
         displayhook_class = Hook
         display_pub_class = Publisher
 
+        def init_ipython_dir(self, ipython_dir):
+            """It would be made, in the user's home."""
+
         def init_profile_dir(self, profile_dir):
             self.profile_dir = None
 
@@ -445,18 +454,14 @@ def make_ipython():
     warnings.filterwarnings("ignore", message="To exit: use 'exit'")
     leave = Exit(shell)
     shell.user_ns["exit"] = shell.user_ns["quit"] = leave
-    plain = shell.user_ns.get("display")
+    plain = IPython.display.display
 
     def display(*values, **options):
         for value in values:
             if not shown_by_itself(value):
                 plain(value, **options)
 
-    if plain is not None:
-        shell.user_ns["display"] = display
-        import IPython.display
-
-        IPython.display.display = display
+    IPython.display.display = builtins.display = display
     shell.run_cell("None", silent=True)
     return shell
 
@@ -466,15 +471,18 @@ def note_error(kind, value, text):
         said = str(value)
     except BaseException:
         said = "<no text>"
-    state.error = {"name": kind.__name__, "value": cut(said, 16384), "traceback": cut(text)}
+    state.error = {
+        "name": whole(kind.__name__),
+        "value": whole(cut(said, 16384)),
+        "traceback": whole(cut(text)),
+    }
 
 
 # -- the loop -------------------------------------------------------------------------------
 
 
-def interrupted(_number, _frame):
-    if state.busy:
-        raise KeyboardInterrupt
+def ignore(_number, _frame):
+    """Between runs there is nothing to interrupt. Not SIG_IGN, which children would inherit."""
 
 
 def exit_code(error):
@@ -489,34 +497,38 @@ def exit_code(error):
 def run(runner, code):
     """Run one piece of code and report; the exit code if it ended the session, else None."""
     state.result = state.error = None
-    state.shown, state.figures = set(), 0
+    state.shown, state.figures, state.cut = set(), 0, False
     ending = None
-    signal.signal(signal.SIGINT, interrupted)
     send(OUT, b"b")
     send(ERR, b"b")
     try:
         try:
-            state.busy = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             runner.run(code)
             show_figures()
         finally:
-            state.busy = False
+            signal.signal(signal.SIGINT, ignore)
     except SystemExit as error:
         ending = exit_code(error)
     except BaseException as error:
         note_error(type(error), error, "".join(traceback.format_exception(type(error), error, None)))
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        # The code closed or replaced them.
-        restore_streams()
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except Exception:
+            # The code closed it, or put something else there.
+            restore_stream(name)
     push_all()
+    state.result = cut(state.result) if isinstance(state.result, str) else None
     if os.getpid() != state.pid:
         # A copy that the code forked off and let run on: it is not the session.
         os._exit(ending or 0)
-    finish = {"code": ending if ending is not None else (1 if state.error else 0), "exit": ending is not None}
-    last = [*frames(b"r", encoded(cut(state.result)))] if isinstance(state.result, str) else []
+    finish = {
+        "code": ending if ending is not None else 1 if state.error else 0,
+        "exit": ending is not None,
+        "cut": state.cut,
+    }
+    last = [*frames(b"r", encoded(state.result))] if state.result is not None else []
     if state.error:
         last += frames(b"x", json.dumps(state.error).encode("ascii"))
     last += frames(b"f", json.dumps(finish).encode("ascii"))
@@ -531,11 +543,12 @@ def run(runner, code):
     return ending
 
 
-def restore_streams():
-    for number, name in enumerate(("stdout", "stderr")):
-        stream = io.TextIOWrapper(outs[number], "utf-8", "backslashreplace", newline="\n", write_through=True)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+def restore_stream(name):
+    fd = 1 if name == "stdout" else 2
+    out = outs[fd - 1] = Out(fd)
+    stream = io.TextIOWrapper(out, "utf-8", "backslashreplace", newline="\n", write_through=True)
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
 
 
 def main(requests):
@@ -543,8 +556,9 @@ def main(requests):
     os.dup2(null, 0)
     os.close(null)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    signal.signal(signal.SIGINT, interrupted)
-    restore_streams()
+    signal.signal(signal.SIGINT, ignore)
+    restore_stream("stdout")
+    restore_stream("stderr")
     os.environ.setdefault("MPLBACKEND", "agg")
     sys.meta_path.insert(0, Loads)
     sys.argv = [""]
