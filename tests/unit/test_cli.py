@@ -205,7 +205,7 @@ def test_tree_draws_the_lineage(fy: Cli) -> None:
 
 
 def test_templates_top_and_audit(fy: Cli) -> None:
-    assert fy("template", "ls")[1].splitlines()[1].split()[:3] == ["base", "user", "/home/user"]
+    assert fy("template", "ls")[1].splitlines()[1].split()[:3] == ["base", "recipe", "user"]
     assert fy("template", "delete", "base")[0] == 4
     fy("new", "--name", "work")
     heading, row = fy("top", "--once", "--every", "0")[1].splitlines()

@@ -33,7 +33,7 @@ if "forkyard.daemon.main" in sys.orig_argv:
     import asyncio, contextlib, types
 
     @contextlib.asynccontextmanager
-    async def open_yard(settings):
+    async def open_yard(settings, install):
         from memory_yard import MemoryYard
         boxes = settings.home / "boxes"
         boxes.mkdir(exist_ok=True)
@@ -47,9 +47,14 @@ if "forkyard.daemon.main" in sys.orig_argv:
     async def quick_setup(settings):
         return False
 
-    for name, value in (("forkyard.yard.yard", open_yard), ("forkyard.setup", quick_setup)):
+    async def install(packages):
+        raise RuntimeError("a yard in memory needs no packages")
+
+    given = {"forkyard.yard.yard": open_yard, "forkyard.setup": quick_setup, "forkyard.setup.apt": install}
+    for name, value in given.items():
         module = sys.modules[name] = types.ModuleType(name)
         setattr(module, value.__name__, value)
+    sys.modules["forkyard.setup"].apt = sys.modules["forkyard.setup.apt"]
 '''
 
 
