@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "shell": ("terminal", "Open an interactive shell in a sandbox."),
         "run": ("coding", "Run code in a session that goes on between calls."),
         "cp": ("copying", "Copy files or trees into or out of a sandbox."),
+        "expose": ("network", "Print a URL that leads to a port of a sandbox."),
     },
     "Fork and rewind": {
         "fork": ("forking", "Make running copies of a sandbox, memory included."),
