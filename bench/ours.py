@@ -20,6 +20,7 @@ from bench import machine
 from bench.contender import HEAP, Forked, argv_of_heap
 from forkyard import Client, config
 from forkyard.client.launch import _environment
+from forkyard.errors import UnavailableError
 from forkyard.host import mounts
 from forkyard.setup.borrow import SYSTEM_HOME, quick_setup
 from forkyard.setup.runsc import read_engine
@@ -108,18 +109,29 @@ class Forkyard:
             time.sleep(0.1)
 
     def close(self) -> None:
-        with contextlib.suppress(AttributeError):
-            pid = self.client.health().pid
-            self.client.shutdown("delete")
-            self.client.close()
-            deadline = time.monotonic() + 30
-            while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-                time.sleep(0.02)
-        for target in mounts.mounts_below(self.home):
-            mounts.unmount(target)
-        shutil.rmtree(self.home, ignore_errors=True)
+        try:
+            self._stop()
+        finally:
+            for target in mounts.mounts_below(self.home):
+                mounts.unmount(target)
+            shutil.rmtree(self.home, ignore_errors=True)
+
+    def _stop(self) -> None:
+        """End the daemon and all of its sandboxes, if it got as far as that."""
+        if not (self.home / "daemon.json").exists():
+            return
+        client = Client(home=self.home, start=False)
+        pid = client.health().pid
+        # Its reply may be lost with it; that it is gone is what counts.
+        with contextlib.suppress(UnavailableError):
+            client.shutdown("delete")
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name}: the daemon {pid} does not end")
+            time.sleep(0.02)
 
     def start(self) -> str:
         return self.client.create_sandbox().id

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from bench import machine, report
 from bench.cases import CASES, Bench
@@ -37,9 +38,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
     if os.geteuid() != 0:
         parser.error("Docker's daemon and runsc need root")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _interrupted)
     begun = time.monotonic()
-    bench, about = _run(3 if args.quick else args.n, wanted, set(args.without.split(",")))
+    about = machine.facts()
+    bench = Bench([], 3 if args.quick else args.n, note)
+    try:
+        _run(bench, about, wanted, set(args.without.split(",")))
+    except KeyboardInterrupt:
+        bench.failures.append("the run was interrupted")
     about["minutes"] = round((time.monotonic() - begun) / 60, 1)
     print(report.markdown(about, bench.rows, bench.failures))
     out = args.out or (None if args.quick else RESULTS)
@@ -49,14 +55,18 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if bench.failures else 0
 
 
-def _run(n: int, wanted: list[str], without: set[str]) -> tuple[Bench, dict[str, object]]:
+def _interrupted(*_: object) -> None:
+    """As Ctrl-C, and not a second time while things are put away."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _run(bench: Bench, about: dict[str, Any], wanted: list[str], without: set[str]) -> None:
     home = lender()
     layers = base_layers(home)
-    about = machine.facts()
     found = [build for build in builds(home) if build.label not in without]
     about["builds"] = ", ".join(f"{build.label} ({build.path})" for build in found)
     with contextlib.ExitStack() as stack:
-        bench = Bench([], n, note)
         for contender in _contenders(home, layers, found, without):
             # Even if it does not open: it may have made something by then.
             stack.callback(contender.close)
@@ -74,7 +84,6 @@ def _run(n: int, wanted: list[str], without: set[str]) -> tuple[Bench, dict[str,
                 CASES[name](bench)
         about["load_after"] = round(os.getloadavg()[0], 2)
     machine.reap()
-    return bench, about
 
 
 def _contenders(home: Path, layers: list[Path], found: list[Build], without: set[str]) -> list[Contender]:
