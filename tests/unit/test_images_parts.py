@@ -28,7 +28,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes the root dire
 # -- names
 
 
-@pytest.mark.parametrize("registry", ["localhost", "localhost:5000", "127.0.0.1:5000", "127.8.9.1", "[::1]:1"])
+@pytest.mark.parametrize("registry", ["localhost", "localhost:5000", "127.0.0.1:5000", "127.8.9.1", "[::1]"])
 def test_loopback(registry: str) -> None:
     assert is_loopback(registry)
 

@@ -148,7 +148,7 @@ def template_prepare(
     as_json: bool,
 ) -> int:
     """Fetch many images, or templates by name; those that are here are left alone."""
-    found = app.client.prepare(images, check=False, on_progress=_progress(quiet),
+    found: list[Any] = app.client.prepare(images, check=False, on_progress=_progress(quiet),
                                **given(parallel=parallel, disk_budget_mb=disk_budget_mb))
     failed = [item for item in found if isinstance(item, errors.ForkyardError)]
     if as_json:

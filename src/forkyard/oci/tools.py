@@ -134,8 +134,7 @@ class Tools:
         command, *rest = map(str, args)
         auth = _auth_file(scratch, auths or {})
         given = ["--authfile", str(auth)] if command != "copy" else ["--src-authfile", str(auth)]
-        policy = [] if _POLICY.exists() else ["--insecure-policy"]
-        argv = ["skopeo", "--tmpdir", str(scratch), *policy, command, *given, *rest]
+        argv = ["skopeo", "--tmpdir", str(scratch), *_policy(), command, *given, *rest]
         env = {"CONTAINERS_STORAGE_CONF": str(scratch / "storage.conf")} if self._driver else {}
         return await self._run(argv, scratch, say, env, capture=capture)
 
@@ -260,8 +259,7 @@ class Tools:
         finally:
             self._running -= 1
             if not self._running:
-                with contextlib.suppress(OSError):
-                    _SHARED.rmdir()  # somebody else's is not empty
+                _tidy()
 
 
 async def _streamed(argv: list[str], env: Mapping[str, str], cwd: Path, say: Say | None) -> Ended:
@@ -300,6 +298,17 @@ async def _streamed(argv: list[str], env: Mapping[str, str], cwd: Path, say: Say
         return Ended(done.rc, list(tail))
     finally:
         transport.close()
+
+
+def _policy() -> list[str]:
+    """The machine's rules for which images to trust, where it has some."""
+    return [] if _POLICY.exists() else ["--insecure-policy"]
+
+
+def _tidy() -> None:
+    """Remove the empty directory that a mount needed; somebody else's is not empty."""
+    with contextlib.suppress(OSError):
+        _SHARED.rmdir()
 
 
 def _tell(line: bytes, tail: deque[str], say: Say | None) -> None:

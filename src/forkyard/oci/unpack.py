@@ -320,7 +320,7 @@ def _rows(path: str, least: int) -> list[list[str]]:
 
 def _open(path: str) -> tuple[IO[bytes], str]:
     """A layer's file and how tarfile should open it, whatever compressed it."""
-    file = open(path, "rb", buffering=_BLOCK)
+    file = open(path, "rb", buffering=_BLOCK)  # noqa: SIM115
     magic = file.read(4)
     file.seek(0)
     if magic == _ZSTD:

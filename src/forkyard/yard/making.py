@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from forkyard.errors import ConflictError, ForkyardError, InvalidRequestError, to_wire
+from forkyard.errors import ConflictError, ForkyardError, InternalError, InvalidRequestError, to_wire
 from forkyard.host import files
 from forkyard.oci.tools import Say, Tools
 from forkyard.requests import (
@@ -150,6 +150,12 @@ class Making:
                     doc = await self._make(spec, caller, say)
                 except ForkyardError as error:
                     events.put_nowait(TemplateEvent(kind="failed", index=index, error=to_wire(error)))
+                    return
+                except Exception as unexpected:
+                    # The others are not to suffer for it.
+                    log.exception("preparing spec %d failed", index)
+                    told = to_wire(InternalError(f"the daemon failed ({type(unexpected).__name__})"))
+                    events.put_nowait(TemplateEvent(kind="failed", index=index, error=told))
                     return
             made.add(doc.name)
             info = self.templates.info(doc)

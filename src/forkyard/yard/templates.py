@@ -10,11 +10,13 @@ the image behind. What a warm command wrote is a layer of the image's own, on to
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import hashlib
 import json
 import logging
 import os
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from forkyard.errors import CorruptSnapshotError, ForkyardError, NotFoundError, 
 from forkyard.host.files import write_atomic
 from forkyard.types import TemplateInfo
 from forkyard.yard import warmup
+from forkyard.yard.background import finish
 from forkyard.yard.context import Context
-from forkyard.yard.machines import Limits, Start, identity
+from forkyard.yard.machines import Box, Limits, Start, identity
 
 log = logging.getLogger("forkyard.yard")
 
@@ -71,6 +74,11 @@ class Templates:
     def __init__(self, context: Context) -> None:
         self.context = context
         self._making: dict[str, asyncio.Task[None]] = {}
+        # Layers that an image is being made on, behind.
+        self._busy: collections.Counter[str] = collections.Counter()
+        # Drops those of some layers that nothing holds.
+        self.drop: Callable[[Iterable[str]], Awaitable[None]] = _keep_all
+        self._warming: dict[str, asyncio.Lock] = {}
         self._docs: dict[str, tuple[int, TemplateDoc]] = {}
 
     @property
@@ -122,7 +130,7 @@ class Templates:
     def layers(self) -> set[str]:
         """The layers of all templates, those of their warm images included."""
         docs = self.all()
-        held = {layer for doc in docs for layer in doc.layers}
+        held = {layer for doc in docs for layer in doc.layers} | set(+self._busy)
         if any(doc.warm for doc in docs):
             for image in self.context.images.names():
                 if image.startswith("warm-"):
@@ -230,10 +238,21 @@ class Templates:
         task.add_done_callback(lambda _: self._making.pop(name, None))
 
     async def _warm_quietly(self, doc: TemplateDoc, shaped: Limits) -> None:
+        self._busy.update(doc.layers)
         try:
             await self.warm(doc, shaped)
         except (ForkyardError, OSError) as error:
             log.warning("template %s stays cold: %s", doc.name, error)
+        finally:
+            self._busy.subtract(doc.layers)
+            await self._forget_unowned(doc, self._image_name(doc, shaped))
+
+    async def _forget_unowned(self, doc: TemplateDoc, image: str) -> None:
+        """After a template went while its warm image was made: that goes too."""
+        if not self.owns(image):
+            layers = self._image_layers(image) or doc.layers
+            self.context.images.delete(image)
+            await self.drop(layers)
 
     def disk(self, doc: TemplateDoc, image: str | None) -> list[str]:
         """The layers to start on, with that warm image or without one."""
@@ -246,16 +265,40 @@ class Templates:
             CommandFailedError, DeadlineError: the warm command ended or was not ready in time.
             ForkyardError: it did not boot or could not be saved; starts from it are cold then.
         """
-        context = self.context
         name = self._image_name(doc, shaped)
-        if context.images.exists(name):
-            return
+        # One machine however many ask, here and behind.
+        async with self._warming.setdefault(name, asyncio.Lock()):
+            try:
+                if not self.context.images.exists(name):
+                    await self._warm(doc, shaped, name, say)
+            finally:
+                if self.context.images.exists(name):
+                    self._warming.pop(name, None)
+
+    async def _warm(self, doc: TemplateDoc, shaped: Limits, name: str, say: warmup.Say | None) -> None:
+        context = self.context
         who = identity("sandbox", "", generation=0)
         box = await context.machines.start(Start(doc.layers, shaped, who, context.agent))
-        layer = f"warm-{box.id}"
         try:
             if doc.warm is not None:
                 await warmup.run(box.guest, doc, say)
+        except BaseException:
+            await finish(context.tg, context.machines.end(box))
+            raise
+        # From here on it comes to its end; what nobody waits for any more is removed then.
+        wanted = asyncio.Event()
+        wanted.set()
+        try:
+            await finish(context.tg, self._keep(box, doc, name, wanted))
+        except asyncio.CancelledError:
+            wanted.clear()
+            raise
+
+    async def _keep(self, box: Box, doc: TemplateDoc, name: str, wanted: asyncio.Event) -> None:
+        """Save a machine as the warm image ``name``, and end it."""
+        context = self.context
+        layer = f"warm-{box.id}"
+        try:
             frozen = await context.machines.freeze(box, layer, name)
         finally:
             await context.machines.end(box)
@@ -272,6 +315,8 @@ class Templates:
         except BaseException:
             await context.disks.drop_layer(layer)
             raise
+        if not wanted.is_set():
+            await self._forget_unowned(doc, name)
 
     def _image_name(self, doc: TemplateDoc, shaped: Limits) -> str:
         parts = [
@@ -282,6 +327,10 @@ class Templates:
             shaped.processes,
         ]
         return _tag(doc) + _digest(parts)
+
+
+async def _keep_all(layers: Iterable[str]) -> None:
+    """Drop nothing: set-up has no other holders to ask."""
 
 
 def _tag(doc: TemplateDoc) -> str:

@@ -66,6 +66,7 @@ class Yard:
         settings = context.settings
         self.templates = Templates(context)
         self.snapshots = Snapshots(context, self.templates.layers)
+        self.templates.drop = self.snapshots.drop_unheld
         self.admission = Admission(self._space_mb, settings.mem_mb, settings.max_sandboxes)
         self.leases = Leases(context)
         self.lifecycle = Lifecycle(context, self.templates, self.snapshots, self.admission, self.leases)
