@@ -233,6 +233,34 @@ def test_code_goes_on_over_a_restart_of_the_daemon(yard: YardHome, client: Clien
     assert value(client, box, "k") == "2" and client.read_text(box, "mark") == "1"
 
 
+def test_calls_after_a_restart_wait_for_the_one_that_runs(yard: YardHome, client: Client, box: str) -> None:  # noqa: F811
+    value(client, box, "k = 1")
+    first = later(client.run_code, box, "open('mark', 'a').write('1')\nimport time; time.sleep(4)\nk += 1; k")
+    until(lambda: client.shell(box, "test -e mark").ok)
+    os.kill(client.health().pid, signal.SIGKILL)
+    others = [later(client.run_code, box, "k += 10; k") for _ in range(3)]
+    assert first.result().result == "2"
+    assert sorted(int(other.result().result) for other in others) == [12, 22, 32]
+    assert client.read_text(box, "mark") == "1"
+
+
+def test_code_of_a_client_that_died_with_the_daemon(yard: YardHome, client: Client, box: str,  # noqa: F811
+                                                    ) -> None:
+    value(client, box, "x = 1")
+    program = f"""
+from forkyard import Client
+Client(home={str(yard.home)!r}).run_code({box!r}, "open('mark', 'w').close()\\nwhile True: pass")
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    until(lambda: client.shell(box, "test -e mark").ok)
+    os.kill(client.health().pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    begun = time.monotonic()
+    assert value(client, box, "x", timeout_s=60) == "1"
+    assert time.monotonic() - begun < 55
+
+
 def test_a_client_that_goes_interrupts_its_code(yard: YardHome, client: Client, box: str) -> None:  # noqa: F811
     value(client, box, "x = 1")
     program = f"""

@@ -23,7 +23,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
@@ -42,11 +42,13 @@ MAX_CODE = 4 << 20
 # An interpreter that does not begin within this is taken for broken.
 START_S = 60.0
 # From an interrupt to the next step, should the code go on.
-INTERRUPT_S = (0.5, 1.5)
+INTERRUPT_S = (1.0, 2.0)
 KILL_S = 10.0
 SETTLE_S = 2.0
+PEEK_S = 5.0
 ACKNOWLEDGE_AT = 512 << 10
 
+_MARKS = re.compile(rb"\0[0-9a-f]{32}([bf])[0-9a-f]{4}")
 _LENGTH = re.compile(rb"[A-Za-z][0-9a-f]{4}")
 _MIME = re.compile(r"[a-z0-9]+/[A-Za-z0-9.+_-]{1,100}")
 
@@ -542,6 +544,28 @@ class CodeSession:
             return False
         self.astray = not self._marked()
         return False
+
+
+async def peek(process: GuestProcess, run: str, stdout_end: int) -> Literal["mine", "idle", "busy"]:
+    """What a session that somebody else began was last at, by what is kept of its output up to
+    ``stdout_end``: our own run, nothing, or another's. Takes nothing away; lets go of the process."""
+    process.hold()
+    data = bytearray()
+    try:
+        async with asyncio.timeout(PEEK_S), contextlib.aclosing(cast(Any, process.output())) as items:
+            async for item in items:
+                if item.kind == "stdout":
+                    data += item.data
+                if item.stream == "stdout" and item.offset + len(item.data) >= stdout_end:
+                    break
+    except TimeoutError:
+        pass
+    finally:
+        process.leave()
+    if b"\0" + run.encode() in data:
+        return "mine"
+    marks = _MARKS.findall(data)
+    return "idle" if process.status is not None or (marks and marks[-1] == b"f") else "busy"
 
 
 def mime_of(said: str | None) -> str:

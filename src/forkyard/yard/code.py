@@ -8,7 +8,6 @@ find the sessions of the memory they have, and an ended one stays there until so
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import secrets
@@ -24,6 +23,7 @@ from forkyard.guest.code import (
     Language,
     Outcome,
     check_code,
+    peek,
 )
 from forkyard.requests import Caller, RunCode
 from forkyard.types import Artifact, CodeError, CodeResult
@@ -60,6 +60,13 @@ class BoxSlots:
     spent: set[int] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class Orphan:
+    """A session of an earlier daemon that may be at a run whose client asks for it again."""
+
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Code:
     """The verb ``run_code``."""
 
@@ -67,6 +74,7 @@ class Code:
         self.lifecycle = lifecycle
         self.context = lifecycle.context
         self._boxes: dict[str, BoxSlots] = {}
+        self._orphans: dict[tuple[str, bytes], Orphan] = {}
         self._leaving = False
 
     async def run(self, request: RunCode, caller: Caller) -> CodeResult:
@@ -88,11 +96,17 @@ class Code:
         check_code(request.code)
         sandbox, box = await self.lifecycle.running(request.sandbox)
         user = request.user or sandbox.doc.user
-        slot = self._slot(box, session_tag(request.language, request.session, user))
+        tag = session_tag(request.language, request.session, user)
+        slot = self._slot(box, tag)
         sandbox.active_calls += 1
         try:
-            async with slot.lock:
-                return await self._run_in(slot, language, sandbox, box, request, caller, user)
+            while True:
+                async with slot.lock:
+                    orphan = self._orphans.get((box.id, tag))
+                    if orphan is None or await self._is_for(request, caller, box, tag):
+                        self._settle((box.id, tag))
+                        return await self._run_in(slot, language, sandbox, box, request, caller, user)
+                await orphan.over.wait()
         finally:
             sandbox.active_calls -= 1
             sandbox.touch()
@@ -300,37 +314,56 @@ class Code:
     # -- the daemon's --------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Interrupt, in a while, the code of an earlier daemon's clients that nobody asked for again."""
-        found = any(
-            known.tag.startswith(CODE_TAG) and not known.exited
-            for sandbox in self.context.sandboxes
-            if sandbox.box is not None and sandbox.box.guest.info is not None
-            for known in sandbox.box.guest.info.processes
-        )
-        if found:
-            asyncio.get_running_loop().call_later(
-                ORPHAN_S, lambda: begin(self.context.tg, self._end_orphans())
-            )
-
-    async def _end_orphans(self) -> None:
+        """Find sessions of an earlier daemon; code in them that nobody asks for is interrupted in a while."""
         for sandbox in self.context.sandboxes:
             box = sandbox.box
             if box is None or box.guest.info is None:
                 continue
             for known in box.guest.info.processes:
                 if known.tag.startswith(CODE_TAG) and not known.exited:
-                    with contextlib.suppress(ForkyardError, TimeoutError):
-                        await self._end_orphan(box, known)
+                    self._orphans[box.id, known.tag] = Orphan()
+        if self._orphans:
+            asyncio.get_running_loop().call_later(
+                ORPHAN_S, lambda: begin(self.context.tg, self._end_orphans())
+            )
 
-    async def _end_orphan(self, box: Box, known: KnownProcess) -> None:
-        language = LANGUAGES.get(known.tag[len(CODE_TAG) :].partition(b":")[0].decode("ascii", "replace"))
-        slot = self._slot(box, known.tag)
+    def _settle(self, key: tuple[str, bytes]) -> None:
+        if (orphan := self._orphans.pop(key, None)) is not None:
+            orphan.over.set()
+
+    async def _is_for(self, request: RunCode, caller: Caller, box: Box, tag: bytes) -> bool:
+        """Whether a session of an earlier daemon is free, or at this very request."""
+        known = self._known(box, tag)
+        if known is None:
+            return True
+        try:
+            process = await box.guest.process(known.pid)
+            return await peek(process, run_id(request, caller.uid), known.stdout_end) != "busy"
+        except ForkyardError:
+            return True
+
+    async def _end_orphans(self) -> None:
+        boxes = {sandbox.box.id: sandbox.box for sandbox in self.context.sandboxes if sandbox.box is not None}
+        for key in list(self._orphans):
+            box = boxes.get(key[0])
+            try:
+                if box is not None:
+                    await self._end_orphan(box, key[1])
+            except (ForkyardError, TimeoutError) as error:
+                log.warning("a session of %s: %s", key[0], error)
+            finally:
+                self._settle(key)
+
+    async def _end_orphan(self, box: Box, tag: bytes) -> None:
+        language = LANGUAGES.get(tag[len(CODE_TAG) :].partition(b":")[0].decode("ascii", "replace"))
+        slot = self._slot(box, tag)
         async with slot.lock:
-            if slot.session is None and language is not None:
-                slot.session = await self._find(box, known.tag, language)
-                if slot.session is not None and await slot.session.busy(ANSWER_S):
-                    log.info("code that nobody waits for in %s is interrupted", box.id)
-                    await slot.session.interrupt()
+            if (box.id, tag) not in self._orphans or slot.session is not None or language is None:
+                return
+            slot.session = await self._find(box, tag, language)
+            if slot.session is not None and await slot.session.busy(ANSWER_S):
+                log.info("code that nobody waits for in %s is interrupted", box.id)
+                await slot.session.interrupt()
 
     def detach_all(self) -> None:
         """From now on code whose call is cancelled runs on, for the next daemon's clients."""
