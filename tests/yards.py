@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import os
 import shutil
 import tempfile
@@ -34,6 +35,7 @@ from forkyard.yard.templates import TemplateDoc, Templates
 from forkyard.yard.yard import Yard, open_yard
 
 DEADLINE_S = 20.0
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,10 @@ class Home:
         left += [f"store box {path}" for path in (store / "boxes").iterdir()]
         images = self.path / "images"
         left += [f"image {p.name}" for p in images.iterdir() if not p.name.startswith(("warm-", "."))]
+        if not self.kind.real:
+            toys = [m.directory for m in WORLD.machines.values() if self._holds(m.directory)]
+            return left + [f"toy machine {directory}" for directory in toys]
         left += [f"mount {path}" for path in mounts.mounts_below(self.path / "boxes")]
-        left += [f"toy machine {m.directory}" for m in WORLD.machines.values() if self._holds(m.directory)]
         return left + [f"process {pid}: {line}" for pid, line in _processes(self)]
 
     def _holds(self, directory: Path) -> bool:
@@ -172,7 +176,9 @@ def new_home(kind: Kind, **settings: Any) -> Iterator[Home]:
         shutil.rmtree(path, ignore_errors=True)
         if home.short != path:
             home.short.unlink(missing_ok=True)
-        assert left == [], "mounts were left behind"
+        group = f"forkyard-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        left += [str(found) for where in (group, f"*/{group}") for found in _CGROUPS.glob(where)]
+        assert left == [], "mounts or control groups were left behind"
 
 
 class TestYard:
