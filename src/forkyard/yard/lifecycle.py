@@ -209,8 +209,8 @@ class Lifecycle:
             )
         box.guest.on_lost = lambda error: self._channel_lost(box.id, error)
 
-    async def release(self, sandbox: Sandbox) -> None:
-        """End the sandbox's machine, if it has one."""
+    async def release(self, sandbox: Sandbox, why: str | None = None) -> None:
+        """End the sandbox's machine, if it has one; ``why`` is what those in it are told."""
         box, sandbox.box = sandbox.box, None
         if sandbox.memory_watch is not None:
             sandbox.memory_watch.close()
@@ -218,7 +218,7 @@ class Lifecycle:
         if box is not None:
             self._boxes.pop(box.id, None)
             self.admission.running = len(self._boxes)
-            await self.context.machines.end(box)
+            await self.context.machines.end(box, why and f"sandbox {sandbox.doc.name!r} {why}")
         sandbox.doc.box = ""
         sandbox.doc.machine = None
 
@@ -308,7 +308,7 @@ class Lifecycle:
             stop_id = snapshot_id()
             frozen = await self.context.machines.freeze(box, f"s-{stop_id}", stop_id)
             kept = await self.snapshots.add(doc, frozen, stop_id, "stop", created_at=time.time())
-            await self.release(sandbox)
+            await self.release(sandbox, "was stopped")
             doc.state, doc.resume, doc.napping = "stopped", kept.id, napping
             await self._move_layers(sandbox, kept.layers)
             sandbox.signal()
@@ -376,7 +376,8 @@ class Lifecycle:
         doc.memory_restored = source.image is not None
         doc.resumed_from = source.name or source.id
         if old_box is not None:
-            await self.context.machines.end(old_box)
+            why = f"sandbox {doc.name!r} was rewound: what ran before is gone, what the checkpoint has runs"
+            await self.context.machines.end(old_box, why)
         await self.snapshots.release(old_layers)
 
     def _unbind(self, sandbox: Sandbox) -> None:
@@ -423,7 +424,7 @@ class Lifecycle:
         self.context.sandboxes.drop(sandbox)
         sandbox.signal()
         self.network.forget(doc.id)
-        await self.release(sandbox)
+        await self.release(sandbox, "was deleted")
         for kept in owned:
             await self.snapshots.discard(kept, save=False)
         await self.snapshots.release(doc.held())

@@ -266,8 +266,14 @@ class Machines:
         total, available = memory_mb()
         return available > total / 8
 
-    async def end(self, box: Box) -> None:
-        """Kill a box and remove all of it. Idempotent; every step is tried whatever fails."""
+    async def end(self, box: Box, why: str | None = None) -> None:
+        """Kill a box and remove all of it. Idempotent; every step is tried whatever fails.
+
+        Args:
+            why: What those who wait for something in it are told.
+        """
+        if why is not None:
+            box.guest.lost(SandboxLostError(why, cause="host"))
         await box.guest.close()
         await _within(self.engine.kill(box.machine))
         await self.remove(box.id)
@@ -295,13 +301,18 @@ class Machines:
             CapacityError: the disk is full.
             SandboxLostError: the machine died meanwhile.
         """
+        try:
+            return await self._freeze(box, layer, image)
+        except ConflictError as error:
+            # Only now: while it is quiesced, the agent sends nothing.
+            raise await self._deleted_files(box, error) from error
+
+    async def _freeze(self, box: Box, layer: str, image: str | None) -> Frozen:
         dirty_mb = await self._write_out(box)
         quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
         paused = time.perf_counter()
         try:
             done = await finish(self.tg, self._while_paused(box, layer, image))
-        except ConflictError as error:
-            raise await self._deleted_files(box, error) from error
         except (OSError, InternalError) as error:
             if box.machine.died.is_set():
                 raise SandboxLostError("the sandbox died while it was frozen") from error
