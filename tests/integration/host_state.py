@@ -11,15 +11,29 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def loops_below(path: Path) -> list[str]:
-    """Loop devices on files below ``path``."""
+    """Loop devices on files below ``path``, but for those that another program's copy of the
+    mount table keeps: a container engine that starts meanwhile takes all mounts along."""
     found = []
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         try:
-            if backing.read_text().strip().startswith(str(path)):
-                found.append(f"{backing.parent.parent.name}: {backing.read_text().strip()}")
+            name, file = backing.parent.parent.name, backing.read_text().strip()
+            if file.startswith(str(path)) and not _mounted_elsewhere(name):
+                found.append(f"{name}: {file}")
         except OSError:
             continue
     return found
+
+
+def _mounted_elsewhere(loop: str) -> bool:
+    ours = os.readlink("/proc/self/ns/mnt")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            elsewhere = os.readlink(process / "ns/mnt") != ours
+            if elsewhere and f"/dev/{loop} " in (process / "mountinfo").read_text():
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def cgroups_like(tag: str) -> list[str]:

@@ -7,6 +7,8 @@ test its sandboxes and snapshots are deleted, and nothing of them may be left on
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -17,18 +19,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from host_state import cgroups_like, eventually, loops_below, processes_below, processes_of
 
 from forkyard import Client
 from forkyard.config import Settings
-from forkyard.errors import UnavailableError
+from forkyard.errors import ConflictError, UnavailableError
 from forkyard.host import mounts
-from forkyard.setup import quick_setup
+from forkyard.setup import build_template, debian, quick_setup
 from forkyard.setup.borrow import SYSTEM_HOME
+from forkyard.setup.recipes import Recipe
 from forkyard.setup.runsc import read_engine
-from forkyard.setup.templates import read_template
+from forkyard.setup.templates import in_place, layer_paths, read_template, write_template
+from forkyard.store.disks import DiskStore
 
 LENDER = Path(os.environ.get("FORKYARD_TEST_BASE") or SYSTEM_HOME)
 GONE_S = 30
@@ -92,9 +97,67 @@ class YardHome:
         eventually(self.boxes, GONE_S)
 
 
+@dataclass
+class Template:
+    """A template that was built elsewhere: its record and its layers, top first."""
+
+    record: dict[str, Any]
+    layers: list[Path]
+
+
 @contextmanager
-def open_home(runsc: Path | None = None) -> Iterator[YardHome]:
-    """A new home that borrows engine and base of the machine's; ``runsc`` runs it instead."""
+def built(recipe: Recipe) -> Iterator[Template]:
+    """A recipe's template, from a home of its own in the machine's: the next run finds it built."""
+    home = LENDER / "tests"
+    home.mkdir(exist_ok=True, mode=0o700)
+    settings = Settings(home=home, socket=home / "daemon.sock", base_from=LENDER, store_gb=8)
+    with (home / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            record = asyncio.run(_build(settings, recipe))
+            yield Template(record, layer_paths(home, record["layers"]))
+        finally:
+            mounts.unmount(home / "store")
+
+
+async def _build(settings: Settings, recipe: Recipe) -> dict[str, Any]:
+    assert await quick_setup(settings)
+    disks = DiskStore(settings.home, settings)
+    await disks.open()
+    try:
+        known = read_template(settings.home, recipe.name)
+        fresh = known and known["key"] == recipe.key(system=debian.system())
+        if known and fresh and in_place(settings.home, known["layers"][0]):
+            return known
+        return await build_template(settings.home, disks, recipe)
+    finally:
+        await disks.close(unmount=False)
+
+
+async def _prepare(home: Path, template: Template | None) -> None:
+    settings = Settings(home=home, socket=home / "daemon.sock", base_from=LENDER)
+    assert await quick_setup(settings)
+    if template is None:
+        return
+    disks = DiskStore(home, settings)
+    await disks.open()
+    try:
+        for layer, path in zip(template.record["layers"], template.layers, strict=True):
+            with contextlib.suppress(ConflictError):
+                await disks.reference_layer(layer, path)
+    finally:
+        await disks.close(unmount=False)
+    write_template(home, template.record)
+
+
+@contextmanager
+def open_home(runsc: Path | None = None, template: Template | None = None) -> Iterator[YardHome]:
+    """A new home that borrows engine and base of the machine's.
+
+    Args:
+        runsc: Runs it instead of the one that set-up chose.
+        template: One more template for it.
+    """
     if os.geteuid() != 0:
         pytest.skip("needs root")
     if not read_engine(LENDER) or not read_template(LENDER, "base"):
@@ -105,9 +168,8 @@ def open_home(runsc: Path | None = None) -> Iterator[YardHome]:
         for name in list(os.environ):
             if name.startswith("FORKYARD_") and not name.startswith(kept):
                 patch.delenv(name)
+        asyncio.run(_prepare(home, template))
         if runsc is not None:
-            settings = Settings(home=home, socket=home / "daemon.sock", base_from=LENDER)
-            assert asyncio.run(quick_setup(settings))
             (home / "config.toml").write_text(f'runsc = "{runsc}"\n')
         yard = YardHome(home, Client(home=home))
         try:
