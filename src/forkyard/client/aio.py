@@ -446,7 +446,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
         return await self._transport.call("list_templates", rq.Empty())
 
     async def delete_template(self, name: str, *, request_id: str | None = None) -> None:
-        """Raises ConflictError while something needs it."""
+        """Sandboxes made from it live on; its disk goes with the last of them."""
         await self._change("delete_template", rq.DeleteTemplate, request_id, name=name)
 
     async def audit(

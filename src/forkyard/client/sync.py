@@ -448,7 +448,7 @@ class Client(Running, Files, Branching, Templates):
         return self._transport.call("list_templates", rq.Empty())
 
     def delete_template(self, name: str, *, request_id: str | None = None) -> None:
-        """Raises ConflictError while something needs it."""
+        """Sandboxes made from it live on; its disk goes with the last of them."""
         self._change("delete_template", rq.DeleteTemplate, request_id, name=name)
 
     def audit(

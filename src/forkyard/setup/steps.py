@@ -42,6 +42,8 @@ PROGRAMS = {
     "dpkg-deb": "dpkg",
     "mount": "mount",
 }
+# Raised when the names of warm images are made otherwise.
+_NAMED = 2
 UBUNTU_KEYS = {"/usr/share/keyrings/ubuntu-archive-keyring.gpg": "ubuntu-keyring"}
 
 
@@ -280,6 +282,7 @@ async def _warm(settings: Settings, show: Progress, report: Report) -> None:
         template.get("key"),
         agent.st_size,
         agent.st_mtime,
+        _NAMED,
     ]
     with step(show, "warm image") as it:
         with contextlib.suppress(OSError, ValueError):
