@@ -61,7 +61,9 @@ async def rest(reader: asyncio.StreamReader) -> bytes | str:
 # -- names ------------------------------------------------------------------------------------
 
 
-async def test_names(agent: Path, tmp_path: Path) -> None:
+async def test_names(agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked, the host's own resolver hears nothing of it."""
+    monkeypatch.setattr(reaching, "_getaddrinfo", lambda name: pytest.fail(f"{name} was looked up"))
     async with networked(agent, tmp_path, Policy.of("allow", ["a.example", "*.b.example:8080"])) as net:
         first = await ask(net, "A.ExAmple")
         assert first.rcode == 0 and first.address is not None and first.address.startswith("127.6")
