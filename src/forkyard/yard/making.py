@@ -193,12 +193,27 @@ class Making:
             deposit=request.image_deposit,
             auths=request.auths,
         )
-        if spec.format == "registry" and (made := self.puller.known(request.image)) is not None:
-            for doc in self.templates.all():
-                if doc.image == made.image and doc.content == made.content and doc.warm is None:
-                    return msgspec.structs.replace(request, image=None, template=doc.name, auths={})
-        doc = await self._make(spec, caller, lambda kind, text: None)
-        return msgspec.structs.replace(request, image=None, template=doc.name, auths={}, image_deposit=None)
+        doc = self._same_image(request.image) if spec.format == "registry" else None
+        if doc is None:
+            doc = await self._make(spec, caller, lambda kind, text: None)
+        return msgspec.structs.replace(
+            request,
+            image=None,
+            image_deposit=None,
+            auths={},
+            template=doc.name,
+            user=request.user or doc.user,
+        )
+
+    def _same_image(self, image: str) -> TemplateDoc | None:
+        """The plain template of what was pulled by that reference before."""
+        made = self.puller.known(image)
+        if made is None:
+            return None
+        for doc in self.templates.all():
+            if doc.image == made.image and doc.content == made.content and doc.warm is None:
+                return doc
+        return None
 
     # -- the work
 
