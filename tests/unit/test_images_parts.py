@@ -70,7 +70,7 @@ def test_images_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_images_of_a_dockerfile() -> None:
     text = """
     ARG BASE=forkyard/base
-    ARG TAG
+    ARG TAG OTHER="b"
     FROM --platform=linux/amd64 ${BASE} AS build
     ARG LATER=forkyard/none
     FROM localhost:5000/x:${TAG:-latest}

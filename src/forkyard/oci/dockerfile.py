@@ -19,14 +19,15 @@ def images(text: str, build_args: Mapping[str, str]) -> list[str]:
     found: list[str] = []
     seen_from = False
     for line in _CONTINUED.sub(" ", text).splitlines():
-        word, _, rest = line.strip().partition(" ")
-        word, rest = word.upper(), rest.strip()
+        word, *others = line.split(None, 1) or [""]
+        word, rest = word.upper(), "".join(others).strip()
         if word == "ARG":
-            name, equals, default = rest.partition("=")
-            if name in build_args:
-                values[name] = build_args[name]
-            elif equals and not seen_from:
-                values[name] = _expand(default.strip("\"'"), values)
+            for given in rest.split():
+                name, equals, default = given.partition("=")
+                if name in build_args:
+                    values[name] = build_args[name]
+                elif equals and not seen_from:
+                    values[name] = _expand(default.strip("\"'"), values)
         elif word == "FROM":
             seen_from = True
             words = [part for part in rest.split() if not part.startswith("--")]
