@@ -25,9 +25,9 @@ demo: setup
 	@$(BIN)/python demo/run.py $(ARGS)
 
 # Two workers, since a test mostly waits for a sandbox; what shares a machine-wide resource
-# stays together by its xdist_group.
+# stays together by its xdist_group. What fails is tried once more, alone.
 test: setup
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python tools/run_tests.py $(ARGS)
 
 lint: venv
 	@$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -314,7 +315,11 @@ def small_host(tmp_home, monkeypatch):
     host.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700m", "tmpfs", host], check=True)
     yield host
-    subprocess.run(["umount", host], check=True)
+    # The loop device of the store that was just closed lets go of its file a moment later.
+    deadline = time.monotonic() + 20
+    while (done := subprocess.run(["umount", host], capture_output=True, text=True)).returncode:
+        assert time.monotonic() < deadline, done.stderr
+        time.sleep(0.05)
 
 
 def _fill(path: Path, megabytes: int = 10_000) -> int:
