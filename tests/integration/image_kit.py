@@ -53,6 +53,17 @@ def packages() -> Iterator[Callable[..., Path]]:
     shutil.rmtree(root)
 
 
+def skopeo(*args: str) -> None:
+    """Run skopeo for the test itself, without the cache that it keeps in the machine's directories."""
+    made = not SHARED.exists()
+    inside = f'mkdir -p {SHARED} && mount -t tmpfs cache {SHARED} && exec "$@"'
+    argv = ["unshare", "--mount", "sh", "-c", inside, "sh", "skopeo", *args]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if made:
+        SHARED.rmdir()
+    assert done.returncode == 0, done.stderr
+
+
 @dataclass
 class Registry:
     """A registry on loopback, and the directory of its files."""
@@ -63,11 +74,8 @@ class Registry:
     def push(self, source: str, name: str, *, login: bool = False) -> str:
         """Copy an image (in skopeo's words) into it; returns its reference."""
         reference = f"{self.address}/{name}"
-        argv = ["skopeo", "copy", "-q", "--dest-tls-verify=false", source, f"docker://{reference}"]
-        if login:
-            argv += ["--dest-creds", f"{USER}:{PASSWORD}"]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        creds = ["--dest-creds", f"{USER}:{PASSWORD}"] if login else []
+        skopeo("copy", "-q", "--dest-tls-verify=false", *creds, source, f"docker://{reference}")
         return reference
 
 

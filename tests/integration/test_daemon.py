@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from own_yard import OwnYard, own_yard, session_yard  # noqa: F401
+from own_yard import OwnYard, own_yard, programs, yard  # noqa: F401
 
 from forkyard import Client, NotFoundError
 

@@ -14,6 +14,7 @@ from image_kit import (
     musl_root,
     packages,
     registry,
+    skopeo,
     static_program,
     tar_of,
     templates,
@@ -187,7 +188,7 @@ def test_from_scratch_from_a_registry_and_from_another_template(
         "one\nalone, uid 100\nfrom musl\n"
     )
 
-    subprocess.run(["skopeo", "copy", "-q", f"tarball:{archive}", f"oci:{tmp_path}/layout:1"], check=True)
+    skopeo("copy", "-q", f"tarball:{archive}", f"oci:{tmp_path}/layout:1")
     reference = registry.push(f"oci:{tmp_path}/layout:1", "musl:1")
     (root / "Dockerfile").write_text(f"FROM {reference}\nRUN musl-program > /said\n")
     templates.build_template("remote", root)

@@ -21,6 +21,7 @@ from image_kit import (
     open_registry,
     packages,
     registry,
+    skopeo,
     static_program,
     tar_of,
     templates,
@@ -180,7 +181,7 @@ def test_what_cannot_be_pulled(templates: Client, tmp_path: Path) -> None:
 def _layout(packages: Fetch, tmp_path: Path) -> str:
     layer = tar_of(musl_root(packages, tmp_path), tmp_path / "1.tar")
     archive = image_of(tmp_path, [layer], {"Env": ["A=b"]})
-    run("skopeo", "copy", "-q", f"docker-archive:{archive}", f"oci:{tmp_path}/layout:v1")
+    skopeo("copy", "-q", f"docker-archive:{archive}", f"oci:{tmp_path}/layout:v1")
     return f"oci:{tmp_path}/layout:v1"
 
 
@@ -229,7 +230,7 @@ def test_a_registry_with_a_password(
             templates.pull_template("app", reference, credentials=f"{USER}:wrong")
         assert templates.pull_template("app", reference, credentials=f"{USER}:{PASSWORD}").image == reference
         templates.delete_template("app")
-        run("skopeo", "login", "--tls-verify=false", "-u", USER, "-p", PASSWORD, closed.address)
+        skopeo("login", "--tls-verify=false", "-u", USER, "-p", PASSWORD, closed.address)
         assert templates.create_sandbox(image=reference).template == reference
     secrets = [PASSWORD.encode(), b"b3BlbiBzZXNhbWU"]
     kept = [*(yard.home / "audit").iterdir(), yard.home / "daemon.log", yard.home / "catalog.db",

@@ -26,7 +26,7 @@ from host_state import cgroups_like, eventually, loops_below, processes_below, p
 
 from forkyard import Client
 from forkyard.config import Settings
-from forkyard.errors import ConflictError, UnavailableError
+from forkyard.errors import ConflictError
 from forkyard.host import mounts
 from forkyard.setup import build_template, debian, quick_setup
 from forkyard.setup.borrow import SYSTEM_HOME
@@ -182,10 +182,10 @@ def open_home(runsc: Path | None = None, template: Template | None = None) -> It
             yard.client.shutdown("delete")
             eventually(lambda: Path(f"/proc/{pid}").exists(), 20)
             yard.client.close()
+            eventually(lambda: processes_below(home) + processes_of(home), GONE_S)
             eventually(lambda: mounts.mounts_below(home), GONE_S)
             # The file system is shut down behind: what was deleted last is still being freed.
             eventually(lambda: loops_below(home), 3 * GONE_S)
-            eventually(lambda: processes_below(home) + processes_of(home), GONE_S)
             eventually(yard.groups)
             assert not (home / "daemon.sock").exists() and not (home / "daemon.json").exists()
             log = (home / "daemon.log").read_text()
@@ -195,15 +195,17 @@ def open_home(runsc: Path | None = None, template: Template | None = None) -> It
 
 
 def _force_away(yard: YardHome) -> None:
-    """Whatever happened before, leave nothing to the next test."""
-    gone = yard.home / "daemon.json"
-    if gone.exists():
-        pid = json.loads(gone.read_text())["pid"]
-        try:
-            yard.client.shutdown("delete")
-            until(lambda: not Path(f"/proc/{pid}").exists())
-        except (UnavailableError, AssertionError):
-            print(f"daemon {pid} of {yard.home} did not end")
+    """Whatever happened before, leave nothing to the next test: not even a daemon that was
+    too slow to say that it runs. Its lock says who it is."""
+    try:
+        pid = int((yard.home / "lock").read_text() or 0)
+        lives = str(yard.home).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError):
+        lives = False
+    if lives:
+        yard.client.shutdown("delete")
+        eventually(lambda: Path(f"/proc/{pid}").exists(), GONE_S)
+    yard.client.close()
     for target in mounts.mounts_below(yard.home):
         mounts.unmount(target)
     shutil.rmtree(yard.home, ignore_errors=True)

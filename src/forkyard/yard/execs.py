@@ -53,7 +53,7 @@ log = logging.getLogger("forkyard.yard")
 
 ORPHAN_S = 30.0
 # A killed tree is gone within this, or the sandbox is not well.
-KILL_S = 10.0
+KILL_S = 30.0
 # How long the agent keeps an ended command's output, for a reply that is on its way.
 LINGER_S = 0.3
 # So many results of streamed commands are kept for those who ask after the end.
