@@ -223,6 +223,8 @@ void cmd_reaped(pid_t pid, int status, uint64_t cpu_us, uint64_t rss_kb) {
     c->rss_kb = rss_kb;
     if (WIFSIGNALED(status)) {
         c->sig = WTERMSIG(status);
+        /* A group that we stopped to kill it is hung up by the kernel when its last parent goes. */
+        if (c->sig == SIGHUP && c->kill_until) c->sig = SIGKILL;
         c->code = 128 + c->sig;
     } else if (!c->code) {
         c->code = WEXITSTATUS(status);

@@ -404,7 +404,9 @@ def test_12_out_of_memory_costs_the_command_not_the_sandbox(client: Client, hog:
     box = client.sandbox("a")
     box.shell("echo kept > ~/file; echo kept > /tmp/file")
     result = box.shell(HOGS[hog], timeout_s=60)
-    assert (result.exit_code, result.oom, result.signal) == (137, True, signal.SIGKILL), result
+    # A shell whose child was killed may end by itself, with the number that says so.
+    assert (result.exit_code, result.oom) == (137, True), result
+    assert result.signal in (signal.SIGKILL, None)
     box.shell("rm -f /dev/shm/fill")
     assert box.shell("cat ~/file /tmp/file").stdout == "kept\nkept\n"
     info = client.get_sandbox("a")
