@@ -285,6 +285,7 @@ def test_bash(client: Client, box: str) -> None:  # noqa: F811
     assert (failed.exit_code, failed.ok, failed.stdout) == (7, False, "é \\n %s\n")
     assert bash("for i in 1 2; do\n echo $i\ndone\ncat <<X\n$x\nX").stdout == "1\n2\na  b\n"
     assert bash("if").exit_code == 2 and bash("read line; echo \"[$line]\"").stdout == "[]\n"
+    assert bash("set -u; echo 1").stdout == "1\n" and bash("set +u; echo 2").stdout == "2\n"
     slow = bash("echo begun; while :; do sleep 0.1; done", timeout_s=0.5)
     assert slow.timed_out and slow.stdout == "begun\n" and bash("echo \"$x\"").stdout == "a  b\n"
     assert bash("echo data > f.txt; artifact f.txt").artifacts[0].to_dict() == {

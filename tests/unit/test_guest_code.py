@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from forkyard.errors import InvalidRequestError
-from forkyard.guest.code import LANGUAGES, Splitter, check_code, clean_name, mime_of
+from forkyard.guest.code import clean_name, mime_of
+from forkyard.guest.languages import LANGUAGES, check_code
+from forkyard.guest.splitter import Splitter
 from forkyard.requests import RunCode
 from forkyard.yard.code import run_id, session_tag
 from forkyard.yard.commands import CODE_TAG
@@ -106,10 +108,11 @@ def test_tags_and_run_ids() -> None:
     assert tag.startswith(CODE_TAG) and len(tag) <= 64
     assert session_tag("python", "a", "b") != session_tag("python", "a", "c") != session_tag("bash", "a", "c")
     request = RunCode(sandbox="s", code="1", request_id="r")
-    assert run_id(request, 0) == run_id(request, 0) != run_id(request, 1)
-    assert len(run_id(request, 0)) == 32
+    assert run_id(request, 0, "a") == run_id(request, 0, "a")
+    assert len({run_id(request, 0, "a"), run_id(request, 1, "a"), run_id(request, 0, "b")}) == 3
+    assert len(run_id(request, 0, "a")) == 32
     anonymous = RunCode(sandbox="s", code="1")
-    assert run_id(anonymous, 0) != run_id(anonymous, 0)
+    assert run_id(anonymous, 0, "a") != run_id(anonymous, 0, "a")
 
 
 def test_bash_requests_are_one_bare_word() -> None:
@@ -123,6 +126,7 @@ class Program:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
+        self.count = 0
         self.out, self.err = Heard(ID, OTHER, hunting=True), Heard(ID, OTHER, hunting=True)
 
     async def ask(self, line: bytes) -> None:
@@ -144,7 +148,11 @@ class Program:
     async def run(self, code: str) -> dict[str, Any]:
         for heard in (self.out, self.err):
             heard.output.clear()
-        await self.ask(LANGUAGES["python"].request(ID, code))
+        self.count += 1
+        one = f"{self.count:032x}"
+        for heard in (self.out, self.err):
+            heard.splitter.listen(one, OTHER, hunting=self.count == 1)
+        await self.ask(LANGUAGES["python"].request(one, code))
         said = await self.until("f")
         return {letter: json.loads(data) if letter in "xf" else data for letter, data in said.items()}
 
@@ -211,7 +219,7 @@ async def test_output_of_children_is_in_order_and_breaks_nothing(plain: Program)
 
 async def test_an_interrupt_ends_the_code_and_not_the_session(plain: Program) -> None:
     await plain.run("x = 1")
-    await plain.ask(LANGUAGES["python"].request(ID, "print('begun', flush=True)\nwhile True: pass"))
+    await plain.ask(LANGUAGES["python"].request(OTHER, "print('begun', flush=True)\nwhile True: pass"))
     while b"begun" not in plain.out.output:
         plain.out.splitter.feed(await asyncio.wait_for(plain.process.stdout.read(65536), 30))
     plain.process.send_signal(signal.SIGINT)
@@ -237,3 +245,15 @@ async def test_leaving_ends_the_program(plain: Program) -> None:
 async def test_a_long_value_is_cut(plain: Program) -> None:
     said = await plain.run("'y' * 10_000_000")
     assert len(said["r"]) < 300_000 and said["f"]["cut"]
+
+
+async def test_a_run_that_is_asked_for_again_is_told(plain: Program) -> None:
+    await plain.run("n = 0")
+
+    async def ask(code: str) -> tuple[bytes | None, dict[str, Any]]:
+        await plain.ask(LANGUAGES["python"].request(OTHER, code))
+        said = await plain.until("f")
+        return said.get("r"), json.loads(said["f"])
+
+    assert await ask("n += 1; n") == (b"1", {"code": 0, "exit": False, "cut": False})
+    assert await ask("n += 1; n") == (b"1", {"code": 0, "exit": False, "cut": True})

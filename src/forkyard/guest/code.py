@@ -15,32 +15,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import mimetypes
 import re
 import secrets
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
-from forkyard.errors import ForkyardError, InvalidRequestError, SandboxLostError
+from forkyard.errors import ForkyardError, SandboxLostError
+from forkyard.guest.languages import Language
 from forkyard.guest.process import ExitStatus, GuestProcess
+from forkyard.guest.splitter import Splitter
 from forkyard.types import Artifact, CodeError
 from forkyard.wire import Scope
 
-RUNNERS = Path(__file__).parent / "runners"
-HEAD = 38
-FRAME = 4096
-MAX_MESSAGE = 17 << 20
 MAX_ARTIFACTS = 256
 MAX_ARTIFACT_BYTES = 32 << 20
-MAX_CODE = 4 << 20
 # An interpreter that does not begin within this is taken for broken.
 START_S = 60.0
+# How much later than asked a live one may begin, on a busy machine, before its time counts.
+BEGIN_S = 10.0
 # From an interrupt to the next step, should the code go on.
 INTERRUPT_S = (1.0, 2.0)
 KILL_S = 10.0
@@ -49,7 +46,6 @@ PEEK_S = 5.0
 ACKNOWLEDGE_AT = 512 << 10
 
 _MARKS = re.compile(rb"\0[0-9a-f]{32}([bf])[0-9a-f]{4}")
-_LENGTH = re.compile(rb"[A-Za-z][0-9a-f]{4}")
 _MIME = re.compile(r"[a-z0-9]+/[A-Za-z0-9.+_-]{1,100}")
 
 
@@ -74,185 +70,6 @@ class _Shown(msgspec.Struct):
 _finish = msgspec.json.Decoder(_Finish).decode
 _failure = msgspec.json.Decoder(_Failure).decode
 _shown = msgspec.json.Decoder(_Shown).decode
-
-
-@dataclass(frozen=True, slots=True)
-class Language:
-    """How a session of a language is started and spoken to.
-
-    Attributes:
-        programs: Command lines to try; the first whose program the image has is used.
-        prelude: What is sent first.
-        request: The line (or lines) for a run, from its id and the code.
-        mark: The line that asks for a mark.
-        group: An interrupt goes to the interpreter's children as well, at once.
-    """
-
-    name: str
-    programs: tuple[tuple[str, ...], ...]
-    prelude: Callable[[], bytes]
-    request: Callable[[str, str], bytes]
-    mark: Callable[[str], bytes]
-    group: bool = False
-
-
-def _sized(name: str) -> Callable[[], bytes]:
-    def prelude() -> bytes:
-        program = (RUNNERS / name).read_bytes()
-        return b"%d\n%s" % (len(program), program)
-
-    return prelude
-
-
-def _json_line(**fields: str) -> bytes:
-    return json.dumps(fields).encode("ascii") + b"\n"
-
-
-def _json_run(run: str, code: str) -> bytes:
-    return _json_line(id=run, code=code)
-
-
-def _json_mark(mark: str) -> bytes:
-    return _json_line(id=mark)
-
-
-def _bash_run(run: str, code: str) -> bytes:
-    # One bare word, so that a line which was cut off leaves no quote open.
-    word = re.sub(rb"[^A-Za-z0-9_./-]", lambda m: b"%%%02x" % m[0][0], code.encode()).decode()
-    return (
-        f"__fy_take {run} {word or '%0a'} END && eval \"$__fy_code\" </dev/null\n__fy_done {run} END\n"
-    ).encode()
-
-
-_BOOT_PYTHON = (
-    "import os;requests=os.fdopen(os.dup(0),'rb');"
-    "exec(compile(requests.read(int(requests.readline())),'<forkyard>','exec'),{'requests':requests})"
-)
-_BOOT_NODE = (
-    "const fs=require('fs'),b=Buffer.alloc(1);let n='';"
-    "while(fs.readSync(0,b,0,1,null)&&b[0]!==10)n+=b;"
-    "const p=Buffer.alloc(+n);for(let at=0,k;at<p.length&&(k=fs.readSync(0,p,at,p.length-at,null));at+=k);"
-    "new Function('require',p.toString())(require)"
-)
-
-LANGUAGES = {
-    "python": Language(
-        "python",
-        (("python3", "-c", _BOOT_PYTHON), ("python", "-c", _BOOT_PYTHON)),
-        _sized("python.py"),
-        _json_run,
-        _json_mark,
-    ),
-    "bash": Language(
-        "bash",
-        (("bash", "--noprofile", "--norc", "--noediting", "+m", "-i", "-s"),),
-        (RUNNERS / "bash.sh").read_bytes,
-        _bash_run,
-        lambda mark: f"__fy_sync {mark} END\n".encode(),
-        group=True,
-    ),
-    "javascript": Language(
-        "javascript",
-        (("node", "-e", _BOOT_NODE), ("nodejs", "-e", _BOOT_NODE)),
-        _sized("javascript.js"),
-        _json_run,
-        _json_mark,
-    ),
-}
-
-
-class Splitter:
-    """Takes one stream apart: the code's output, and the frames of the ids it listens for.
-
-    While ``hunting`` what is not in a frame is dropped, up to the first frame.
-
-    Args:
-        output: Takes output as it comes.
-        message: Takes a letter and a payload; what is longer than MAX_MESSAGE comes as None.
-    """
-
-    def __init__(
-        self, output: Callable[[bytes], None], message: Callable[[bytes, str, bytes | None], None]
-    ) -> None:
-        self._output = output
-        self._message = message
-        self._ids: tuple[bytes, ...] = ()
-        self._rest = b""
-        self._parts: list[bytes] | None = []
-        self._size = 0
-        self.hunting = False
-        # The end of what was dropped: an interpreter that does not start says why.
-        self.dropped = b""
-
-    def listen(self, *ids: str, hunting: bool) -> None:
-        self._ids = tuple(b"\0" + one.encode() for one in ids)
-        self.hunting = hunting
-        self._parts, self._size = [], 0
-
-    def feed(self, data: bytes) -> None:
-        data = self._rest + data if self._rest else data
-        at = 0
-        while (begin := self._find(data, at)) < len(data):
-            head = data[begin : begin + HEAD]
-            if len(head) < HEAD:
-                break
-            size = _size(head)
-            if size is None:
-                self._emit(data[at : begin + 1])
-                at = begin + 1
-                continue
-            end = begin + HEAD + size
-            if len(data) < end:
-                break
-            self._emit(data[at:begin])
-            self._frame(head[1:33], head[33:34], data[begin + HEAD : end])
-            at = end
-        self._emit(data[at:begin])
-        self._rest = data[begin:]
-
-    def _find(self, data: bytes, at: int) -> int:
-        """Where a frame begins, or may begin with what comes next; the length if nowhere."""
-        whole = [found for mark in self._ids if (found := data.find(mark, at)) >= 0]
-        if whole:
-            return min(whole)
-        for begin in range(max(at, len(data) - 32), len(data)):
-            if data[begin] == 0 and any(mark.startswith(data[begin:]) for mark in self._ids):
-                return begin
-        return len(data)
-
-    def end(self) -> None:
-        """Nothing more comes: what was held back is output."""
-        rest, self._rest = self._rest, b""
-        self._emit(rest)
-
-    def gap(self) -> None:
-        self._rest = b""
-
-    def _emit(self, data: bytes) -> None:
-        if self.hunting:
-            self.dropped = (self.dropped + data)[-2000:]
-        elif data:
-            self._output(data)
-
-    def _frame(self, one: bytes, letter: bytes, payload: bytes) -> None:
-        self.hunting = False
-        self._size += len(payload)
-        if self._size > MAX_MESSAGE:
-            self._parts = None
-        elif self._parts is not None:
-            self._parts.append(payload)
-        if letter.isupper():
-            return
-        whole = None if self._parts is None else b"".join(self._parts)
-        self._parts, self._size = [], 0
-        self._message(letter, one.decode(), whole)
-
-
-def _size(head: bytes) -> int | None:
-    if not _LENGTH.fullmatch(head[33:]):
-        return None
-    size = int(head[34:], 16)
-    return size if size <= FRAME - HEAD else None
 
 
 @dataclass(slots=True)
@@ -352,10 +169,11 @@ class CodeSession:
             self.process.acknowledge()
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(timeout_s if self.astray or not self.fresh else START_S) as limit:
+            async with asyncio.timeout(self._patience_s(timeout_s)) as limit:
 
                 def begun() -> None:
-                    limit.reschedule(None if timeout_s is None else loop.time() + timeout_s)
+                    if not limit.expired():
+                        limit.reschedule(None if timeout_s is None else loop.time() + timeout_s)
 
                 self._begun = begun
                 await self._ask(run, code)
@@ -371,6 +189,12 @@ class CodeSession:
             await self._leave()
         outcome.ended = self.ended
         return outcome
+
+    def _patience_s(self, timeout_s: float | None) -> float | None:
+        """How long the code may take to begin."""
+        if self.fresh:
+            return START_S
+        return timeout_s if self.astray or timeout_s is None else timeout_s + BEGIN_S
 
     async def _ask(self, run: str, code: str) -> None:
         if self.astray:
@@ -483,6 +307,7 @@ class CodeSession:
 
     async def _stop(self) -> None:
         """Interrupt what runs, and kill the interpreter where that does not help."""
+
         def quiet() -> bool:
             return self._marked() if self.astray else self._finished()
 
@@ -551,12 +376,15 @@ async def peek(process: GuestProcess, run: str, stdout_end: int) -> Literal["min
     ``stdout_end``: our own run, nothing, or another's. Takes nothing away; lets go of the process."""
     process.hold()
     data = bytearray()
+    whole = False
     try:
         async with asyncio.timeout(PEEK_S), contextlib.aclosing(cast(Any, process.output())) as items:
             async for item in items:
                 if item.kind == "stdout":
-                    data += item.data
+                    # What came after is of no account: its reader may be on the way.
+                    data += item.data[: max(0, stdout_end - item.offset)]
                 if item.stream == "stdout" and item.offset + len(item.data) >= stdout_end:
+                    whole = True
                     break
     except TimeoutError:
         pass
@@ -565,7 +393,8 @@ async def peek(process: GuestProcess, run: str, stdout_end: int) -> Literal["min
     if b"\0" + run.encode() in data:
         return "mine"
     marks = _MARKS.findall(data)
-    return "idle" if process.status is not None or (marks and marks[-1] == b"f") else "busy"
+    idle = process.status is not None or (whole and marks and marks[-1] == b"f")
+    return "idle" if idle else "busy"
 
 
 def mime_of(said: str | None) -> str:
@@ -583,18 +412,3 @@ def clean_name(said: str | None) -> str | None:
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
-
-
-def check_code(code: str) -> None:
-    """Raises InvalidRequestError for code that cannot be sent."""
-    if "\0" in code:
-        raise InvalidRequestError("code with a NUL character")
-    if len(code) > MAX_CODE:
-        raise InvalidRequestError(
-            f"the code has {len(code)} characters, {MAX_CODE} are possible",
-            hint="write it to a file, and run that",
-        )
-    try:
-        code.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError("the code is not text that can be sent") from None

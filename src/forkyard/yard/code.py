@@ -14,17 +14,16 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from forkyard.errors import ForkyardError, InternalError, InvalidRequestError, UnsupportedError
-from forkyard.guest import ExitStatus, Guest, KnownProcess, SpawnSpec
-from forkyard.guest.code import (
-    LANGUAGES,
-    START_S,
-    CodeSession,
-    Language,
-    Outcome,
-    check_code,
-    peek,
+from forkyard.errors import (
+    ForkyardError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    UnsupportedError,
 )
+from forkyard.guest import ExitStatus, Guest, KnownProcess, SpawnSpec
+from forkyard.guest.code import START_S, CodeSession, Outcome, peek
+from forkyard.guest.languages import LANGUAGES, Language, check_code
 from forkyard.requests import Caller, RunCode
 from forkyard.types import Artifact, CodeError, CodeResult
 from forkyard.yard.background import begin
@@ -46,10 +45,12 @@ ANSWER_S = 5.0
 
 @dataclass(slots=True)
 class Slot:
-    """The place of one session: ``lock`` is held by whoever runs code in it."""
+    """The place of one session: ``lock`` is held by whoever runs code in it. ``stopping`` is over
+    when code that its client left has stopped."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     session: CodeSession | None = None
+    stopping: asyncio.Future[None] | None = None
 
 
 @dataclass(slots=True)
@@ -102,8 +103,12 @@ class Code:
         try:
             while True:
                 async with slot.lock:
+                    if slot.stopping is not None:
+                        await asyncio.wait([slot.stopping])
+                        slot.stopping = None
                     orphan = self._orphans.get((box.id, tag))
-                    if orphan is None or await self._is_for(request, caller, box, tag):
+                    run = run_id(request, caller.uid, sandbox.id)
+                    if orphan is None or await self._is_for(run, box, tag):
                         self._settle((box.id, tag))
                         return await self._run_in(slot, language, sandbox, box, request, caller, user)
                 await orphan.over.wait()
@@ -170,12 +175,11 @@ class Code:
         err: Capture,
     ) -> Outcome:
         try:
-            return await session.run(
-                run_id(request, caller.uid), request.code, out, err, request.timeout_s
-            )
+            run = run_id(request, caller.uid, sandbox.id)
+            return await session.run(run, request.code, out, err, request.timeout_s)
         except asyncio.CancelledError:
             if not self._leaving:
-                begin(self.context.tg, self._abandon(slot, session))
+                _, slot.stopping = begin(self.context.tg, self._abandon(box, slot, session))
             raise
         except TimeoutError:
             self._forget(box, slot)
@@ -243,7 +247,11 @@ class Code:
             tag=tag,
         )
         process = await box.guest.spawn(spec)
-        await process.write(language.prelude())
+        try:
+            await process.write(language.prelude())
+        except BaseException:
+            process.abandon()
+            raise
         return CodeSession(process, language, fresh=True)
 
     def _spend(self, box: Box, command: int) -> None:
@@ -259,14 +267,16 @@ class Code:
 
     # -- ends ----------------------------------------------------------------------------
 
-    async def _abandon(self, slot: Slot, session: CodeSession) -> None:
+    async def _abandon(self, box: Box, slot: Slot, session: CodeSession) -> None:
         """The client of a run has gone: stop the code, keep the session if that is possible."""
-        async with slot.lock:
-            if slot.session is session:
-                try:
-                    await session.interrupt()
-                except ForkyardError:
-                    slot.session = None
+        try:
+            if session.begun:
+                await session.interrupt()
+            else:
+                await session.kill()
+                self._forget(box, slot)
+        except ForkyardError:
+            slot.session = None
 
     async def _fetch_files(self, outcome: Outcome, guest: Guest, user: str) -> None:
         """Read the files that the code handed over, with its user's rights."""
@@ -314,7 +324,7 @@ class Code:
     # -- the daemon's --------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Find sessions of an earlier daemon; code in them that nobody asks for is interrupted in a while."""
+        """Find sessions of an earlier daemon; code that nobody asks for is interrupted in a while."""
         for sandbox in self.context.sandboxes:
             box = sandbox.box
             if box is None or box.guest.info is None:
@@ -331,16 +341,16 @@ class Code:
         if (orphan := self._orphans.pop(key, None)) is not None:
             orphan.over.set()
 
-    async def _is_for(self, request: RunCode, caller: Caller, box: Box, tag: bytes) -> bool:
-        """Whether a session of an earlier daemon is free, or at this very request."""
+    async def _is_for(self, run: str, box: Box, tag: bytes) -> bool:
+        """Whether a session of an earlier daemon is free, or at this very run."""
         known = self._known(box, tag)
         if known is None:
             return True
         try:
             process = await box.guest.process(known.pid)
-            return await peek(process, run_id(request, caller.uid), known.stdout_end) != "busy"
-        except ForkyardError:
+        except NotFoundError:
             return True
+        return await peek(process, run, known.stdout_end) != "busy"
 
     async def _end_orphans(self) -> None:
         boxes = {sandbox.box.id: sandbox.box for sandbox in self.context.sandboxes if sandbox.box is not None}
@@ -376,11 +386,11 @@ def session_tag(language: str, session: str, user: str) -> bytes:
     return CODE_TAG + f"{language}:{digest}".encode()
 
 
-def run_id(request: RunCode, uid: int) -> str:
+def run_id(request: RunCode, uid: int, sandbox: str) -> str:
     """Names a run: the same for the same request of the same caller, also after a restart."""
     if not request.request_id:
         return secrets.token_hex(16)
-    return hashlib.sha256(f"code\0{uid}\0{request.request_id}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"code\0{uid}\0{sandbox}\0{request.request_id}".encode()).hexdigest()[:32]
 
 
 def _no_program(language: Language, sandbox: Sandbox) -> UnsupportedError:

@@ -28,7 +28,7 @@ PORTS = {"http": 80, "https": 443, "git": 9418, "ssh": 22}
 ENV = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "", "GIT_EDITOR": "true", "GIT_PAGER": "cat"}
 # Standard input is the password's way in; git itself reads nothing from it then.
 WITH_PASSWORD = 'exec 3<&0 </dev/null; exec git "$@"'
-HELPER = "!f() { test \"$1\" = get && cat <&3; }; f"
+HELPER = '!f() { test "$1" = get && cat <&3; }; f'
 # A commit needs a name; where the sandbox has none, it is its user's.
 WITH_NAME = (
     'test -n "$(git config user.name)" || set -- -c "user.name=$(id -un)" "$@";'

@@ -5,18 +5,23 @@ PS1= PS2= PROMPT_COMMAND=
 set +H +m
 unset HISTFILE MAILCHECK
 exec {__fy_out}>&1 {__fy_err}>&2
+declare -A __fy_ended
 __fy_take() {
     [[ $3 == END ]] || return 1
     __fy_id=$1
     printf '\0%sb0000' "$1" >&"$__fy_out"
     printf '\0%sb0000' "$1" >&"$__fy_err"
     printf -v __fy_code '%b' "${2//%/\\x}"
+    # Asked for again, it is told and not repeated.
+    [[ -z ${__fy_ended[$1]-} ]] || __fy_code="(exit ${__fy_ended[$1]})"
 }
 __fy_done() {
     local code=$? said
     [[ $2 == END && $1 == "$__fy_id" ]] || return
     exec 1>&"$__fy_out" 2>&"$__fy_err"
     said="{\"code\":$code}"
+    [[ -z ${__fy_ended[$1]-} ]] || said="{\"code\":$code,\"cut\":true}"
+    __fy_ended[$1]=$code
     printf '\0%sf0000' "$1" >&"$__fy_err"
     printf '\0%sf%04x%s' "$1" "${#said}" "$said" >&"$__fy_out"
 }
