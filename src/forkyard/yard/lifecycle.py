@@ -247,7 +247,9 @@ class Lifecycle:
                     data = {"pid": killed.pid, "rss_mb": round(killed.rss_mb), "command": killed.command}
                     self.context.audit.append(why, sandbox.id, "yard", data)
             except ForkyardError as error:
-                log.warning("%s in %s, and its agent did not act: %s", why, sandbox.id, error)
+                # It may have acted and been too busy to say so.
+                log.warning("%s in %s, and its agent did not answer: %s", why, sandbox.id, error)
+                self.context.audit.append(why, sandbox.id, "yard", {"error": error.message})
             finally:
                 sandbox.killing = False
 
