@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -283,7 +284,7 @@ class Machines:
         await _within(self.disks.remove_box(box_id))
         cgroup = self.cgroups.find(box_id)
         if cgroup is not None:
-            await _within(cgroup.delete())
+            await _within(_drop_group(cgroup))
         await asyncio.to_thread(rmtree, self.box_dir(box_id))
 
     async def freeze(self, box: Box, layer: str, image: str | None) -> Frozen:
@@ -338,7 +339,8 @@ class Machines:
             if quiesced:
                 await box.guest.unquiesce()
             else:
-                await box.guest.attach(self.tg, timeout_s=ATTACH_TIMEOUT_S)
+                # Not for long: whoever froze a guest that never answers has the snapshot, and waits.
+                await box.guest.attach(self.tg, timeout_s=PAUSED_S)
 
     async def _while_paused(self, box: Box, layer: str, image: str | None) -> Any:
         """The part for which the guest stands still; a task of its own, so that no
@@ -479,6 +481,18 @@ class _Undo:
         while self._steps:
             step, args = self._steps.pop()
             await _within(step(*args))
+
+
+async def _drop_group(cgroup: CgroupBox) -> None:
+    """Remove the group of a box that was killed. The many stubs of a full guest leave one by one,
+    and on a busy host that takes longer than anything else here."""
+    try:
+        await cgroup.delete()
+    except DeadlineError:
+        for pid in cgroup.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await cgroup.delete(deadline_s=UNDO_DEADLINE_S - 10)
 
 
 async def _within(step: Any) -> None:
