@@ -378,7 +378,7 @@ def test_11_a_fork_bomb_hurts_only_itself(client: Client, bomb: str) -> None:  #
             begun = time.monotonic()
             result = client.shell(name, "echo ok", user="root", timeout_s=5)
             # Ending what had no time left takes its own while in a full process table.
-            assert time.monotonic() - begun < (6 if name == "neighbour" else 12)
+            assert time.monotonic() - begun < (20 if name == "neighbour" else 40)
             # With the table full there may be no room for a shell, and that is told.
             assert result.stdout == "ok\n" or (name == "bomb" and not result.ok)
         going_off.result(60)
