@@ -222,10 +222,13 @@ def test_shell_is_a_terminal(own_yard: OwnYard, box: str) -> None:  # noqa: F811
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
         os.write(fd, b"until stty size | grep -q '33 99'; do sleep 0.1; done; echo resi''zed\n")
         until(fd, b"resized")
-        os.write(fd, b"sleep 60\n")
+        until(fd, b"$ ")
+        # The guest's terminal may lose a key that comes while the shell changes its mode: a space.
+        os.write(fd, b"  sleep 60\n")
         until(fd, b"sleep 60")
         os.write(fd, b"\x03")
-        os.write(fd, b"echo after-$?; exit 5\n")
+        until(fd, b"$ ")
+        os.write(fd, b"  echo after-$?; exit 5\n")
         until(fd, b"after-130")
         deadline = time.monotonic() + 20
         while (status := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
