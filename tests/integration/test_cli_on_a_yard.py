@@ -221,8 +221,8 @@ def test_shell_is_a_terminal(own_yard: OwnYard, box: str) -> None:  # noqa: F811
         until(fd, b"/dev/pts/")
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
         os.write(fd, b"until stty size | grep -q '33 99'; do sleep 0.1; done; echo resi''zed\n")
-        until(fd, b"resized")
-        until(fd, b"$ ")
+        if b"$ " not in until(fd, b"resized").rpartition(b"resized")[2]:
+            until(fd, b"$ ")
         # The guest's terminal may lose a key that comes while the shell changes its mode: a space.
         os.write(fd, b"  sleep 60\n")
         until(fd, b"sleep 60")
