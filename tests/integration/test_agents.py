@@ -119,9 +119,9 @@ def test_which_tools_there_are(client: Client, box: str) -> None:  # noqa: F811
 
 
 def test_user_and_directory_hold_for_every_tool(client: Client, box: str) -> None:  # noqa: F811
-    client.shell(box, "mkdir -p /srv/work && chown nobody /srv/work", user="root", check=True)
+    client.shell(box, "mkdir -p /srv/place && chown nobody /srv/place", user="root", check=True)
     said = play(
-        sandbox_tools(client, box, user="nobody", cwd="/srv/work"),
+        sandbox_tools(client, box, user="nobody", cwd="/srv/place"),
         ("shell", {"command": "whoami; pwd"}),
         ("run_code", {"code": "import os; os.getcwd(), os.getuid()"}),
         ("write_file", {"path": "f", "content": "1"}),
@@ -129,9 +129,9 @@ def test_user_and_directory_hold_for_every_tool(client: Client, box: str) -> Non
         ("list_files", {}),
         ("git", {"operation": "status"}),
     )
-    assert said[0] == "nobody\n/srv/work" and said[1].startswith("('/srv/work', 65534)")
+    assert said[0] == "nobody\n/srv/place" and said[1].startswith("('/srv/place', 65534)")
     assert said[3] == "1" and " f" in said[4] and "not a git repository" in said[5]
-    assert client.stat(box, "/srv/work/f").uid == 65534
+    assert client.stat(box, "/srv/place/f").uid == 65534
 
 
 def test_the_asynchronous_client(client: Client, box: str) -> None:  # noqa: F811
