@@ -236,7 +236,7 @@ class AsyncFiles:
         becomes ``remote``, or goes into it under its own name if that is a directory or ends in a slash.
         """
         source = Path(local)
-        if os.path.isdir(source):  # noqa: ASYNC240
+        if os.path.isdir(source):
             packer = Packer(source)
             request = protocol.made(
                 rq.PathChange, sandbox=sandbox, path=remote, user=user, request_id=protocol.new_request_id()
@@ -284,7 +284,7 @@ class AsyncFiles:
                 raise
             return await to_thread(unpacker.finish)
         info = await self.stat(sandbox, remote, user)
-        if os.fspath(local).endswith("/") or os.path.isdir(target):  # noqa: ASYNC240
+        if os.fspath(local).endswith("/") or os.path.isdir(target):
             os.makedirs(target, exist_ok=True)
             target = target / Path(remote).name
         return await self._download_file(sandbox, remote, target, user, info)

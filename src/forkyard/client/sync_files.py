@@ -238,7 +238,7 @@ class Files:
         becomes ``remote``, or goes into it under its own name if that is a directory or ends in a slash.
         """
         source = Path(local)
-        if os.path.isdir(source):  # noqa: ASYNC240
+        if os.path.isdir(source):
             packer = Packer(source)
             request = protocol.made(
                 rq.PathChange, sandbox=sandbox, path=remote, user=user, request_id=protocol.new_request_id()
@@ -286,7 +286,7 @@ class Files:
                 raise
             return call_here(unpacker.finish)
         info = self.stat(sandbox, remote, user)
-        if os.fspath(local).endswith("/") or os.path.isdir(target):  # noqa: ASYNC240
+        if os.fspath(local).endswith("/") or os.path.isdir(target):
             os.makedirs(target, exist_ok=True)
             target = target / Path(remote).name
         return self._download_file(sandbox, remote, target, user, info)

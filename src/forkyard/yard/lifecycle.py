@@ -33,10 +33,10 @@ from forkyard.yard.context import Context, locked
 from forkyard.yard.leases import Leases
 from forkyard.yard.machines import Box, Start, identity
 from forkyard.yard.model import Sandbox, SnapshotDoc
-from forkyard.yard.names import checkpoint_id, snapshot_id
+from forkyard.yard.names import snapshot_id
 from forkyard.yard.network import Network
 from forkyard.yard.plans import Plan, for_create
-from forkyard.yard.snapshots import Snapshots, limits_of
+from forkyard.yard.snapshots import Snapshots, limits_of_sandbox
 from forkyard.yard.templates import Templates
 
 log = logging.getLogger("forkyard.yard")
@@ -44,7 +44,7 @@ log = logging.getLogger("forkyard.yard")
 # Within this the memory of a killed process is free.
 GONE_S = 0.5
 
-__all__ = ["Lifecycle", "checkpoint_id", "snapshot_id"]
+__all__ = ["Lifecycle"]
 
 
 class Lifecycle:
@@ -353,7 +353,7 @@ class Lifecycle:
         self.snapshots.check_restorable(source)
         plan = Plan(
             doc,
-            limits_of({name: getattr(doc, name) for name in doc.__struct_fields__}),
+            limits_of_sandbox(doc),
             source.agent if source.image else self.context.agent,
             image=source.image,
             image_bytes=source.memory_bytes if source.image else None,

@@ -18,7 +18,7 @@ from forkyard.host.files import rmtree
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.machines import Start, identity
 from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc
-from forkyard.yard.snapshots import limits_of
+from forkyard.yard.snapshots import limits_of_sandbox
 
 log = logging.getLogger("forkyard.yard")
 
@@ -67,7 +67,7 @@ class Recovery:
         doc = sandbox.doc
         start = Start(
             doc.layers,
-            limits_of({name: getattr(doc, name) for name in doc.__struct_fields__}),
+            limits_of_sandbox(doc),
             identity(doc.name, doc.id, generation=doc.generation),
             doc.agent,
             serve=lambda guest: self.lifecycle.network.serve(sandbox, guest),

@@ -180,6 +180,11 @@ class Snapshots:
             )
 
 
+def limits_of_sandbox(doc: SandboxDoc) -> Limits:
+    """The limits of a sandbox."""
+    return limits_of({name: getattr(doc, name) for name in INHERITED})
+
+
 def limits_of(values: dict[str, Any]) -> Limits:
     """The limits in a document's fields."""
     return Limits(

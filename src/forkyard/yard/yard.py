@@ -162,7 +162,8 @@ class Yard:
                     await sandbox.changed.wait()
         except TimeoutError:
             raise DeadlineError(
-                f"{sandbox.doc.name!r} is {sandbox.doc.state}, not {request.state}, after {request.timeout_s} s",
+                f"{sandbox.doc.name!r} is {sandbox.doc.state}, not {request.state}, "
+                f"after {request.timeout_s} s",
                 sandbox=sandbox.id,
                 retryable=True,
             ) from None
