@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("clean_host")]
 
 @pytest.fixture
 def groups() -> Iterator[Cgroups]:
-    opened = Cgroups(f"forkyard-test{os.getpid()}")
+    opened = Cgroups(f"forkyard-test{os.getpid()}v1")
     if not opened.available:
         pytest.skip(opened.reason)
     yield opened

@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,6 +17,18 @@ from forkyard.guest import ExitStatus, Guest, SpawnSpec
 
 ROOT = Path(__file__).parents[2]
 ME = str(os.getuid())
+
+
+# As from a parent that ignores every signal, those included that a C library keeps to itself:
+# the agent has to undo that for its commands.
+_IGNORING = """
+import ctypes, os, platform, sys
+number = {"x86_64": 13, "aarch64": 134}[platform.machine()]  # rt_sigaction
+ignore = (ctypes.c_ulong * 8)(1)
+for signal in range(1, 65):
+    ctypes.CDLL(None).syscall(number, signal, ignore, None, 8)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def build(into: Path) -> Path:
@@ -34,8 +47,7 @@ class Wire:
         for name in ("in", "out"):
             os.mkfifo(dir / name, 0o600)
         ends = [os.open(dir / name, os.O_RDWR) for name in ("in", "out")]
-        # As from a daemon that ignores SIGINT: the agent has to undo that for its commands.
-        argv = ["sh", "-c", f"trap '' INT; exec {agent} --plain"]
+        argv = [sys.executable, "-c", _IGNORING, str(agent), "--plain"]
         self.process = subprocess.Popen(argv, stdin=ends[0], stdout=ends[1])
         for fd in ends:
             os.close(fd)
