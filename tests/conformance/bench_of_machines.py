@@ -29,14 +29,18 @@ class Bench:
 
     async def spec(self, layers: list[str] | None = None) -> MachineSpec:
         """A box with a disk, and no machine yet."""
+        spec = self.place()
+        await self.disks.create_box(spec.box, layers or ["base"], 256)  # type: ignore[attr-defined]
+        return spec
+
+    def place(self) -> MachineSpec:
+        """A box without a disk."""
         box = f"bench{len(self._boxes)}"
         self._boxes.append(box)
-        disk = await self.disks.create_box(box, layers or ["base"], 256)  # type: ignore[attr-defined]
-        directory = self.home.short / "boxes" / box
         return MachineSpec(
             box=box,
-            dir=directory,
-            rootfs=disk.rootfs,
+            dir=self.home.short / "boxes" / box,
+            rootfs=self.disks.rootfs(box),  # type: ignore[attr-defined]
             agent=self.agent,
             mem_mb=256,
             disk_mb=256,
@@ -56,6 +60,14 @@ class Bench:
 
     async def restore(self, image: Path, layers: list[str]) -> tuple[Machine, Guest]:
         machine = await self.engine.restore(await self.spec(layers), image)
+        return machine, await self.hear(machine, fork=True)
+
+    async def restore_prepared(self, image: Path, layers: list[str]) -> tuple[Machine, Guest]:
+        """As :meth:`restore`, with what the engine does ahead done before there is a disk."""
+        spec = self.place()
+        prepared = await self.engine.prepare(spec)
+        await self.disks.create_box(spec.box, layers, 256)  # type: ignore[attr-defined]
+        machine = await self.engine.restore(spec, image, prepared)
         return machine, await self.hear(machine, fork=True)
 
     async def freeze(self, machine: Machine, guest: Guest, name: str) -> tuple[Path, list[str]]:

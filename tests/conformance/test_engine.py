@@ -125,6 +125,29 @@ async def test_two_machines_from_one_image(bench: Bench) -> None:
     assert [row.pid for row in await guest.processes() if row.pid == counter.pid] == [counter.pid]
 
 
+@pytest.mark.parametrize("linked", [False, True])
+async def test_what_is_prepared_serves_a_disk_that_comes_later(bench: Bench, linked: bool) -> None:
+    spec = await bench.spec()
+    if linked:  # a directory that the engine mounts on
+        (spec.rootfs / "var").mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (spec.rootfs / "var/tmp").rmdir()
+        (spec.rootfs / "var/tmp").symlink_to("/tmp")
+    machine = await bench.engine.boot(spec)
+    guest = await bench.hear(machine)
+    await guest.write_file("/home/user/f", b"of the source", user="user")
+    image, layers = await bench.freeze(machine, guest, "image")
+    copies = [await bench.restore_prepared(image, layers) for _ in range(2)]
+    for number, (copy, its_guest) in enumerate(copies):
+        assert await out(its_guest, "cat /home/user/f") == "of the source"
+        await its_guest.write_file("/home/user/own", b"%d" % number, user="user")
+        await its_guest.write_file("/tmp/own", b"%d" % number, user="user")
+        assert (copy.spec.rootfs / "home/user/own").read_bytes() == b"%d" % number
+    for number, (_, its_guest) in enumerate(copies):
+        assert await out(its_guest, "cat /home/user/own /tmp/own") == f"{number}{number}"
+    assert not (spec.rootfs / "home/user/own").exists()
+
+
 async def test_output_that_nobody_took_is_in_the_copy(bench: Bench) -> None:
     machine, guest = await bench.boot()
     command = await guest.spawn(SpawnSpec(["sh", "-c", "echo one; cat; echo three"], {}, stdin="pipe"))

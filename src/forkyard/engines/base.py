@@ -81,8 +81,8 @@ class Engine(Protocol):
         ...
 
     async def prepare(self, spec: MachineSpec) -> Any | None:
-        """Do ahead what a restore on ``spec`` needs whatever the image; None if that is nothing.
-        Ended by :meth:`restore` or :meth:`discard`."""
+        """Do ahead what a restore needs whatever the image and the disk; None if that is nothing.
+        ``spec.rootfs`` is not there yet. Ended by :meth:`restore` or :meth:`discard`."""
         ...
 
     async def discard(self, prepared: Any) -> None:
@@ -92,7 +92,8 @@ class Engine(Protocol):
     async def restore(self, spec: MachineSpec, image: Path, prepared: Any | None = None) -> Machine:
         """Start a machine from the image in ``image`` on ``spec.rootfs``.
 
-        ``prepared`` is what :meth:`prepare` made for this spec; whatever happens, it is used up.
+        ``prepared`` is what :meth:`prepare` made for this spec, whose root is mounted by now;
+        whatever happens, it is used up.
 
         Raises:
             UnsupportedError: the image was made by something this engine cannot restore.

@@ -11,13 +11,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["bind_read_only", "is_mount", "mount_overlay", "mount_points", "mounts_below", "unmount"]
+__all__ = [
+    "bind_read_only",
+    "clone_tree",
+    "is_mount",
+    "mount_overlay",
+    "mount_points",
+    "mounts_below",
+    "move_tree",
+    "unmount",
+]
 
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 429, 430, 431, 432
 _SYS_MOUNT_SETATTR = 442
 _FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC = 1, 1
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
-_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 _MOUNT_ATTR_RDONLY = 1
@@ -86,7 +95,7 @@ def mount_overlay(
             _call("overlay volatile", _SYS_FSCONFIG, fs, _SET_FLAG, b"volatile", None, 0)
         _call("overlay", _SYS_FSCONFIG, fs, _CMD_CREATE, None, None, 0)
         mount = _call("fsmount", _SYS_FSMOUNT, fs, _FSMOUNT_CLOEXEC, 0)
-        _attach(mount, target)
+        move_tree(mount, target)
     except OSError as error:
         detail = _messages(fs)
         raise OSError(error.errno, f"{error.strerror}: {detail}" if detail else error.strerror) from None
@@ -96,23 +105,33 @@ def mount_overlay(
         os.close(fs)
 
 
-def _attach(mount: int, target: Path) -> None:
-    _call(
-        f"move_mount to {target}", _SYS_MOVE_MOUNT,
-        mount, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH,
+def clone_tree(source: Path) -> int:
+    """A copy of what is mounted on ``source`` (without what is mounted below it), attached nowhere
+    yet: a descriptor, the caller's to close. It may be attached in another mount namespace."""
+    return _call(
+        f"open_tree {source}", _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(source),
+        _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC,
     )  # fmt: skip
+
+
+def move_tree(mount: int, target: Path | int) -> None:
+    """Attach a mount that is attached nowhere to ``target``, a path or an open directory."""
+    flags = _MOVE_MOUNT_F_EMPTY_PATH
+    if isinstance(target, int):
+        where, path = target, b""
+        flags |= _MOVE_MOUNT_T_EMPTY_PATH
+    else:
+        where, path = _AT_FDCWD, os.fsencode(target)
+    _call(f"move_mount to {target}", _SYS_MOVE_MOUNT, mount, b"", where, path, flags)
 
 
 def bind_read_only(source: Path, target: Path) -> None:
     """Bind ``source`` (without what is mounted below it) on ``target``, read-only from its first moment."""
-    tree = _call(
-        f"open_tree {source}", _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(source),
-        _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC,
-    )  # fmt: skip
+    tree = clone_tree(source)
     try:
         attr = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
         _call("mount_setattr", _SYS_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, ctypes.byref(attr), 32)
-        _attach(tree, target)
+        move_tree(tree, target)
     finally:
         os.close(tree)
 

@@ -31,7 +31,6 @@ from forkyard.yard.context import locked
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.model import Sandbox, SnapshotDoc, checkpoint_info
 from forkyard.yard.plans import Plan, check_times, from_snapshot, resolve_egress
-from forkyard.yard.snapshots import limits_of
 
 MAX_FORKS = 1024
 
@@ -308,8 +307,6 @@ class Forking:
             except BaseException:
                 sandbox.doc.checkpoint = before
                 raise
-            if kept.image is not None:
-                self.context.machines.expect(kept.layers, kept.agent, limits_of(kept.inherits))
             if request.keep_last is not None:
                 for old in self.snapshots.checkpoints(sandbox)[: -request.keep_last]:
                     await self.snapshots.discard(old)

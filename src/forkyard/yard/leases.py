@@ -99,7 +99,7 @@ class Leases:
             used = any(sandbox.box or sandbox.doc.state == "creating" for sandbox in self.context.sandboxes)
             unused_s = 0.0 if used else unused_s + TICK_S
             if unused_s >= UNUSED_S:
-                await self.context.machines.spares.drop_all()
+                await self.context.machines.blanks.drop_all()
             for sandbox in self.context.sandboxes:
                 doc = sandbox.doc
                 if doc.deadline is not None and now >= doc.deadline:

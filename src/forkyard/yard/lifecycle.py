@@ -164,7 +164,6 @@ class Lifecycle:
                 who,
                 plan.agent,
                 image,
-                plan.again,
                 lambda guest: self.network.serve(sandbox, guest),
             )
         )
@@ -358,7 +357,6 @@ class Lifecycle:
             image=source.image,
             image_bytes=source.memory_bytes if source.image else None,
             start_from=source,
-            again=source.kind == "checkpoint",
         )
         old_box, old_layers = sandbox.box, doc.layers
         doc.layers = list(source.layers)

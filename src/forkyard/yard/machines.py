@@ -25,11 +25,11 @@ from forkyard.guest import Guest, Identity
 from forkyard.host.cgroup import CgroupBox, Cgroups
 from forkyard.host.files import rmtree
 from forkyard.host.memory import memory_mb
-from forkyard.store.disks import BoxDisk, DiskStore
+from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
 from forkyard.yard import names
 from forkyard.yard.background import Services, finish, insist
-from forkyard.yard.spares import Key, Spares
+from forkyard.yard.blanks import Blanks, Kind
 
 log = logging.getLogger("forkyard.yard")
 
@@ -62,8 +62,7 @@ class Limits:
 class Start:
     """What to start: read-only ``layers`` (top first), and the memory in ``image`` unless None.
 
-    ``again`` says that more starts of this kind are likely; ``serve`` is given the guest before
-    it is heard, to answer what it asks of its network.
+    ``serve`` is given the guest before it is heard, to answer what it asks of its network.
     """
 
     layers: list[str]
@@ -71,15 +70,13 @@ class Start:
     identity: Identity
     agent: str
     image: Path | None = None
-    again: bool = False
     serve: Callable[[Guest], None] = lambda guest: None
 
     @property
-    def kind(self) -> Key:
-        """All that a place made ahead depends on."""
+    def kind(self) -> Kind:
+        """All that a box made ahead depends on."""
         limits = self.limits
-        shape = limits.shape_mem_mb, limits.shape_disk_mb, limits.processes
-        return tuple(self.layers), self.agent, *shape
+        return self.agent, limits.shape_mem_mb, limits.shape_disk_mb, limits.processes
 
 
 @dataclass(slots=True)
@@ -88,18 +85,13 @@ class Site:
 
     id: str
     cgroup: CgroupBox | None
-    disk: BoxDisk
     spec: MachineSpec
     prepared: Any = None
 
     @property
-    def layers(self) -> list[str]:
-        return list(self.disk.layers)
-
-    @property
     def alive(self) -> bool:
         """Whether it is still fit for use."""
-        return self.spec.rootfs.is_dir() and (self.cgroup is None or bool(self.cgroup.pids()))
+        return self.cgroup is None or bool(self.cgroup.pids())
 
 
 @dataclass(slots=True)
@@ -153,7 +145,7 @@ class Machines:
         self.cgroups = cgroups
         self.tg = tg
         self.on_death: Callable[[str], None] = lambda box_id: None
-        self.spares: Spares[Site] = Spares(self._make_spare, self._drop_spare, self._room_for_spare)
+        self.blanks: Blanks[Site] = Blanks(self._make_blank, self._drop_blank, self._room_for_blank)
         # Restores are CPU-bound: more at a time than this only makes each of them slower.
         self.slots = asyncio.Semaphore(max(2, 2 * (os.cpu_count() or 2)))
 
@@ -170,26 +162,25 @@ class Machines:
             CapacityError, CorruptSnapshotError, UnsupportedError, InternalError: see
                 :class:`forkyard.engines.base.Engine`; nothing is left behind.
         """
-        with self.spares.starting():
+        with self.blanks.starting():
             async with self.slots:
-                box = await self._start(start)
-        if start.again:
-            self.spares.want(start.kind)
-        return box
+                return await self._start(start)
 
     async def _start(self, start: Start) -> Box:
         begun = time.perf_counter()
-        spare = await self.spares.take(start.kind) if start.image is not None else None
+        blank = await self.blanks.take(start.kind) if start.image is not None else None
         async with _Undo(self.tg) as undo:
             marks: dict[str, float] = {}
-            if spare is not None and spare.alive:
-                undo.push(self._clear, spare)
-                site = spare
-                await self.disks.set_limit(site.id, start.limits.disk_mb, site.disk.layers)
+            if blank is not None and not blank.alive:
+                await self._drop_blank(blank)
+                blank = None
+            if blank is not None:
+                site = blank
+                undo.push(self._drop_blank, blank)
             else:
-                if spare is not None:
-                    await self._drop_spare(spare)
-                site = await self._lay_out(undo, start)
+                site = self._lay_out(start)
+                undo.push(self.remove, site.id)
+            disk = await self.disks.create_box(site.id, start.layers, start.limits.disk_mb)
             marks["site"] = time.perf_counter()
             if start.image is None:
                 machine = await self.engine.boot(site.spec)
@@ -206,7 +197,7 @@ class Machines:
                 # Only now: the quota would make the start itself wait for its next period.
                 self._limit(site.cgroup, start.limits)
             marks["agent"] = time.perf_counter()
-            box = Box(site.id, machine, guest, site.cgroup, site.layers)
+            box = Box(site.id, machine, guest, site.cgroup, list(disk.layers))
             undo.keep()
         last = begun
         for name, mark in marks.items():
@@ -215,16 +206,11 @@ class Machines:
         box.start_ms = (last - begun) * 1e3
         return box
 
-    async def _lay_out(self, undo: _Undo, start: Start) -> Site:
-        """Make the place for a machine: a cgroup without limits yet, and a disk."""
+    def _lay_out(self, start: Start) -> Site:
+        """Make the place for a machine: a cgroup without limits yet; its disk comes last."""
         box_id = names.box_id()
-        cgroup = None
-        if self.cgroups.available:
-            cgroup = self.cgroups.create(box_id)
-            undo.push(cgroup.delete)
-        undo.push(self.disks.remove_box, box_id)
-        disk = await self.disks.create_box(box_id, start.layers, start.limits.disk_mb)
-        return Site(box_id, cgroup, disk, self._spec(box_id, disk.rootfs, start, cgroup))
+        cgroup = self.cgroups.create(box_id) if self.cgroups.available else None
+        return Site(box_id, cgroup, self._spec(box_id, start, cgroup))
 
     @staticmethod
     def _limit(cgroup: CgroupBox, limits: Limits) -> None:
@@ -233,37 +219,28 @@ class Machines:
             mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
             cpus=limits.cpus,
             # Host processes per guest process, plus the sentry's own threads.
-            pids=4 * limits.processes + 400,
+            pids=100 * limits.processes + 400,
         )
 
-    def expect(self, layers: list[str], agent: str, limits: Limits) -> None:
-        """Make a place ahead for a start from an image on these layers."""
-        nobody = identity("spare", "", generation=0)
-        self.spares.want(Start(layers, limits, nobody, agent).kind)
+    # -- boxes made ahead --------------------------------------------------------------
 
-    # -- places made ahead -------------------------------------------------------------
-
-    async def _make_spare(self, key: Key) -> Site | None:
-        layers, agent, mem_mb, disk_mb, processes = key
+    async def _make_blank(self, kind: Kind) -> Site | None:
+        agent, mem_mb, disk_mb, processes = kind
         limits = Limits(0, mem_mb, disk_mb, mem_mb, disk_mb, processes)
-        start = Start(list(layers), limits, identity("spare", "", generation=0), agent)
         async with _Undo(self.tg) as undo:
-            site = await self._lay_out(undo, start)
+            site = self._lay_out(Start([], limits, identity("blank", "", generation=0), agent))
+            undo.push(self.remove, site.id)
             site.prepared = await self.engine.prepare(site.spec)
             if site.prepared is None:
                 return None
             undo.keep()
         return site
 
-    async def _drop_spare(self, site: Site) -> None:
+    async def _drop_blank(self, site: Site) -> None:
         await _within(self.engine.discard(site.prepared))
-        await self._clear(site)
-
-    async def _clear(self, site: Site) -> None:
-        """Remove a place whose processes are gone."""
         await self.remove(site.id)
 
-    def _room_for_spare(self) -> bool:
+    def _room_for_blank(self) -> bool:
         total, available = memory_mb()
         return available > total / 8
 
@@ -398,9 +375,8 @@ class Machines:
 
     async def reattach(self, box_id: str, record: dict[str, Any], start: Start) -> Box | None:
         """The box that an earlier daemon left running, or None if it is gone."""
-        rootfs = self.box_dir(box_id) / "rootfs"
         cgroup = self.cgroups.find(box_id)
-        spec = self._spec(box_id, rootfs, start, cgroup)
+        spec = self._spec(box_id, start, cgroup)
         machine = await self.engine.reattach(spec, record)
         if machine is None:
             return None
@@ -443,12 +419,12 @@ class Machines:
             watcher.cancel()
             raise
 
-    def _spec(self, box_id: str, rootfs: Path, start: Start, cgroup: CgroupBox | None) -> MachineSpec:
+    def _spec(self, box_id: str, start: Start, cgroup: CgroupBox | None) -> MachineSpec:
         limits = start.limits
         return MachineSpec(
             box=box_id,
             dir=self.box_dir(box_id),
-            rootfs=rootfs,
+            rootfs=self.disks.rootfs(box_id),
             agent=self.agent_dir(start.agent),
             mem_mb=limits.shape_mem_mb,
             disk_mb=limits.shape_disk_mb,

@@ -30,8 +30,7 @@ MAX_ENV_BYTES = 1 << 20
 class Plan:
     """A sandbox to be: its document so far, its layers, and the memory image to restore.
 
-    ``cold`` is the template to warm behind, if this start had to be a cold one; ``again`` says
-    that there will be more such starts.
+    ``cold`` is the template to warm behind, if this start had to be a cold one.
     """
 
     doc: SandboxDoc
@@ -41,7 +40,6 @@ class Plan:
     image_bytes: int | None = None
     cold: TemplateDoc | None = None
     start_from: SnapshotDoc | None = None
-    again: bool = False
 
     def image_path(self, context: Context) -> Path | None:
         return context.images.path(self.image) if self.image else None
@@ -113,7 +111,7 @@ def _from_template(
         **_limit_fields(bounds),
         **common,
     )
-    plan = Plan(doc, bounds, context.agent, again=True)
+    plan = Plan(doc, bounds, context.agent)
     plan.image = image
     if plan.image is None:
         plan.cold = template
@@ -177,7 +175,6 @@ def from_snapshot(
         image=source.image if restore else None,
         image_bytes=source.memory_bytes if restore else None,
         start_from=source,
-        again=source.kind != "fork",
     )
 
 

@@ -47,7 +47,6 @@ class Snapshots:
         for layer in unheld:
             self.holders.pop(layer, None)
             if layer not in kept:
-                await self.context.machines.spares.forget(layer)
                 await self.context.disks.drop_layer(layer)
 
     def find(self, ref: str) -> SnapshotDoc | None:

@@ -481,7 +481,7 @@ async def open_yard(
         await yard.code.recover()
         tg.create_task(yard.leases.run())
         tg.create_task(yard.replies.prune())
-        tg.create_task(machines.spares.run())
+        tg.create_task(machines.blanks.run())
         process.Reaper().start(tg)
         disks.start(tg)
         images.start(tg)
@@ -493,7 +493,7 @@ async def open_yard(
             yard.making.close()
             yard.code.detach_all()
             await yard.execs.close()
-            await machines.spares.drop_all()
+            await machines.blanks.drop_all()
 
 
 async def _leave_host(sandboxes: Sandboxes, engine: Engine, cgroups: Cgroups, disks: DiskStore) -> None:

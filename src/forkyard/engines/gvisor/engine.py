@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import select
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from forkyard.errors import (
 )
 from forkyard.host import process
 from forkyard.host.files import rmtree
+from forkyard.host.roots import PLACE, replace_root
+
+log = logging.getLogger("forkyard.engines")
 
 # Order matters: it is the order in which the sentry takes them.
 IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
@@ -63,6 +68,12 @@ class GVisor:
             raise
 
     async def prepare(self, spec: MachineSpec) -> _Bundle:
+        # The gofer, which opens the guest's files, stands in an empty directory meanwhile.
+        seat = spec.dir / "seat"
+        (seat / PLACE).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return await self._create(replace(spec, rootfs=seat))
+
+    async def _create(self, spec: MachineSpec) -> _Bundle:
         bundle = await _Bundle(self, spec).open()
         try:
             await bundle.runsc("create")
@@ -71,6 +82,22 @@ class GVisor:
             raise
         return bundle
 
+    async def _seated(self, spec: MachineSpec, prepared: _Bundle) -> _Bundle:
+        """``prepared`` on the root of ``spec``, or else one made anew."""
+        try:
+            if not await asyncio.to_thread(_plain, spec.rootfs):
+                raise OSError("a directory that the box mounts on is a link in this root")
+            await asyncio.to_thread(replace_root, prepared.gofer(), spec.rootfs)
+        except OSError as error:
+            log.warning("the box %s that was made ahead is of no use: %s", spec.box, error)
+            await prepared.abandon()
+            return await self._create(spec)
+        except BaseException:
+            await prepared.abandon()
+            raise
+        prepared.spec = spec
+        return prepared
+
     async def discard(self, prepared: _Bundle) -> None:
         await prepared.abandon()
 
@@ -78,11 +105,11 @@ class GVisor:
         with contextlib.ExitStack() as files:
             try:
                 fds = [_open(files, image / name, os.O_RDONLY) for name in IMAGE_FILES]
-                bundle = prepared or await self.prepare(spec)
             except BaseException:
                 if prepared is not None:
                     await prepared.abandon()
                 raise
+            bundle = await (self._create(spec) if prepared is None else self._seated(spec, prepared))
             try:
                 await control.restore(_socket(spec), fds, describes_network=self.runsc.validates_specs)
                 return bundle.machine()
@@ -200,8 +227,8 @@ class _Bundle:
         await _end_all(self.spec.dir)
         for name in ("in", "out", "pid", "config.json", "stderr"):
             (self.spec.dir / name).unlink(missing_ok=True)
-        await asyncio.to_thread(rmtree, self.spec.dir / "st")
-        await asyncio.to_thread(rmtree, self.spec.dir / "fs")
+        for name in ("st", "fs", "seat"):
+            await asyncio.to_thread(rmtree, self.spec.dir / name)
 
     async def runsc(self, *verb: str) -> None:
         """Run one runsc verb for this bundle.
@@ -233,6 +260,13 @@ class _Bundle:
             text = (self.spec.dir / "stderr").read_text(errors="replace").strip()
             return text.rsplit("\n", 1)[-1][-500:]
         return ""
+
+    def gofer(self) -> int:
+        """The process that opens files for the box."""
+        pid = _state(self.spec.dir).get("goferPid")
+        if not isinstance(pid, int):
+            raise OSError("it has no gofer")
+        return pid
 
     def machine(self) -> Machine:
         """The machine that runs now."""
@@ -274,6 +308,12 @@ def _machine(spec: MachineSpec, pid: int, start: int) -> Machine:
     else:
         loop.add_reader(pidfd, ended)
     return machine
+
+
+def _plain(rootfs: Path) -> bool:
+    """Whether the directories that a box mounts on are no links: runsc resolves those as it
+    makes the box, and one made ahead was made without them."""
+    return not any((rootfs / name).is_symlink() for name in ("dev", "proc", "sys", "tmp", "var", "var/tmp"))
 
 
 def _socket(spec: MachineSpec) -> Path:
