@@ -218,8 +218,9 @@ class Machines:
             mem_mb=limits.mem_mb,
             mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
             cpus=limits.cpus,
-            # Host processes per guest process, plus the sentry's own threads.
-            pids=100 * limits.processes + 400,
+            # The sentry ends where the host has no thread for it, and ptrace takes one for each
+            # pair of a guest process and a thread of the sentry that has run it.
+            pids=20 * limits.processes + 400,
         )
 
     # -- boxes made ahead --------------------------------------------------------------
