@@ -12,6 +12,7 @@ from lives import Life, bury
 from yards import Home, Kind, TestYard, until
 
 from forkyard import requests as rq
+from forkyard.errors import CorruptSnapshotError
 from forkyard.host import process
 from forkyard.yard import machines
 
@@ -209,3 +210,25 @@ def test_a_lease_that_ended_meanwhile(lives: Lives) -> None:
     second = lives()
     left = second.yard.context.sandboxes
     second.go_on_until(lambda: [one.doc.name for one in left] == ["other"], "leases and deadlines count on")
+
+
+def test_a_flipped_bit_in_memory_is_found_by_the_next_daemon(lives: Lives) -> None:
+    first = lives()
+    first.run(first.yard.create(name="one"))
+    first.run(first.yard.write("one", file=b"kept"))
+    kept = first.run(first.yard.snapshot("one", "gold"))
+    image = first.yard.context.images.path(first.yard.context.snapshots[kept.id].image or "")
+    first.run(first.yard.context.images.settled(image.name))
+    largest = max(image.iterdir(), key=lambda path: path.stat().st_size)
+    whole = largest.read_bytes()
+    largest.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+    first.die()
+
+    second = lives()
+    with pytest.raises(CorruptSnapshotError, match=f"{largest.name} is not what was written"):
+        second.run(second.yard.create(snapshot="gold"))
+    cold = second.run(second.yard.create(snapshot="gold", memory=False))
+    assert second.run(second.yard.out(cold.id, "cat file")) == "kept"
+    assert second.run(second.yard.out("one", "cat file")) == "kept"
+    largest.write_bytes(whole)
+    assert second.run(second.yard.create(snapshot="gold")).memory_restored

@@ -81,25 +81,6 @@ async def test_snapshot_names(catalog):
     await catalog.save(gone=["s1"], snapshots=[Snap(id="s4", name="n")])  # in one: the name moves on
 
 
-async def test_references(catalog):
-    await catalog.save(
-        sandboxes=[
-            Box(id="sb_1", name="a", snapshot="s1", layers=["l1", "base"]),
-            Box(id="sb_2", name="b", resume="s1", layers=["l2", "base"]),
-            Box(id="sb_3", name="c", snapshot="s1", layers=["l9"], state="deleted"),
-        ],
-        snapshots=[
-            Snap(id="s1", layers=["l1", "base"], image="i1"),
-            Snap(id="s2", parent="s1", layers=["l3"]),
-        ],
-    )
-    assert await catalog.layers_in_use() == {"l1", "l2", "l3", "base"}
-    assert await catalog.images_in_use() == {"i1"}
-    assert sorted(await catalog.users_of_layer("l1")) == ["s1", "sb_1"]
-    assert await catalog.users_of_layer("l9") == []
-    assert await catalog.users_of_snapshot("s1") == ["a", "b", "s2"]
-
-
 async def test_one_failing_transaction_spares_those_it_was_committed_with(catalog):
     async def save(n: int) -> bool:
         try:
@@ -116,12 +97,12 @@ async def test_one_failing_transaction_spares_those_it_was_committed_with(catalo
 
 async def test_an_error_in_a_transaction_is_the_callers(catalog):
     def work(connection: sqlite3.Connection) -> None:
-        connection.execute("INSERT INTO intents VALUES ('x', 'k', '{}', 0)")
+        connection.execute("INSERT INTO replies VALUES ('x', 0, 'k', x'00', 1)")
         raise KeyError("mine")
 
     with pytest.raises(KeyError):
         await catalog.tx(work)
-    assert await catalog.intents() == []
+    assert await catalog.get_reply("x", "k", 0) is None
 
 
 async def test_a_cancelled_write_is_over_when_the_caller_goes_on(catalog):
@@ -136,19 +117,13 @@ async def test_a_cancelled_write_is_over_when_the_caller_goes_on(catalog):
     assert len(await catalog.sandboxes(Box)) == 1
 
 
-async def test_replies_and_intents(catalog):
+async def test_replies(catalog):
     now = time.time()
     await catalog.put_reply("r1", "fork", 0, b"\x00body", now)
     assert await catalog.get_reply("r1", "fork", 0, newer_than=now - 1) == b"\x00body"
     assert await catalog.get_reply("r1", "fork", 0, newer_than=now) is None
     assert await catalog.get_reply("r1", "fork", 1000) is None  # another user's
     assert await catalog.get_reply("r1", "stop", 0) is None
-    await catalog.put_intent("i1", "fork", {"n": 8})
-    await catalog.put_intent("i2", "stop", None)
-    await catalog.save(intents_done=["i1"])
-    assert [(i.id, i.kind, i.data) for i in await catalog.intents()] == [("i2", "stop", None)]
-    await catalog.drop_intent("i2")
-    assert await catalog.intents() == []
     await catalog.prune(time.time() + 2 * 24 * 3600)
     assert await catalog.get_reply("r1", "fork", 0) is None
 

@@ -82,6 +82,23 @@ async def test_an_image_that_goes_while_it_settles(images):
     assert images.names() == ["b"] and os.listdir(images.root) == ["b"]
 
 
+async def test_an_image_of_an_earlier_daemon_is_read_whole_once(images):
+    await _make(images, "a")
+    async with _started(images):
+        await images.settled("a")
+    pages = images.path("a") / "pages.img"
+    later = Images(images.root)
+    await later.verify("a")
+    pages.write_bytes(b"p" * 4999 + b"X")
+    await images.verify("a")  # this one wrote it
+    await later.verify("a")  # and this one has read it
+    with pytest.raises(CorruptSnapshotError, match=r"pages\.img is not what was written"):
+        await Images(images.root).verify("a")
+    pages.write_bytes(b"short")
+    with pytest.raises(CorruptSnapshotError):
+        await later.verify("a")
+
+
 async def test_damage_is_found_and_named(images):
     await _make(images, "a")
     async with _started(images):

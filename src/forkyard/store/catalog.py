@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import queue
 import sqlite3
 import threading
@@ -25,7 +24,7 @@ import msgspec
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnavailableError
 from forkyard.store.schema import MIGRATIONS, SANDBOX_COLUMNS, SNAPSHOT_COLUMNS
 
-__all__ = ["Catalog", "Intent"]
+__all__ = ["Catalog"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -41,16 +40,6 @@ class Document(Protocol):
 
     @property
     def id(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """Something begun: a daemon that finds it finishes or undoes it."""
-
-    id: str
-    kind: str
-    data: Any
-    at: float
 
 
 @dataclass(slots=True)
@@ -221,10 +210,9 @@ class Catalog:
         sandboxes: Iterable[Document] = (),
         snapshots: Iterable[Document] = (),
         gone: Iterable[str] = (),
-        intents_done: Iterable[str] = (),
         durable: bool = True,
     ) -> None:
-        """Write documents, remove the snapshots ``gone`` and finished intents, in one transaction.
+        """Write documents and remove the snapshots ``gone``, in one transaction.
 
         The documents are read now: changing one afterwards does not change what is written.
 
@@ -234,13 +222,11 @@ class Catalog:
         sandbox_rows = [_row(doc, SANDBOX_COLUMNS) for doc in sandboxes]
         snapshot_rows = [_row(doc, SNAPSHOT_COLUMNS) for doc in snapshots]
         gone_rows = [(id_,) for id_ in gone]
-        intent_rows = [(id_,) for id_ in intents_done]
 
         def work(connection: sqlite3.Connection) -> None:
             connection.executemany("DELETE FROM snapshots WHERE id = ?", gone_rows)
             connection.executemany(_upsert("sandboxes", SANDBOX_COLUMNS), sandbox_rows)
             connection.executemany(_upsert("snapshots", SNAPSHOT_COLUMNS), snapshot_rows)
-            connection.executemany("DELETE FROM intents WHERE id = ?", intent_rows)
 
         await self.tx(work, durable=durable)
 
@@ -265,39 +251,6 @@ class Catalog:
         decode = msgspec.json.Decoder(type).decode
         return [decode(row[0]) for row in rows]
 
-    # -- references
-
-    async def layers_in_use(self) -> set[str]:
-        """Layers that a snapshot or a sandbox that is not deleted needs."""
-        text = (
-            "SELECT value FROM snapshots, json_each(snapshots.layers) UNION "
-            "SELECT value FROM sandboxes, json_each(sandboxes.layers) WHERE state <> 'deleted'"
-        )
-        return await self.read(lambda c: {row[0] for row in c.execute(text)})
-
-    async def images_in_use(self) -> set[str]:
-        """Memory images that a snapshot refers to."""
-        text = "SELECT image FROM snapshots WHERE image IS NOT NULL"
-        return await self.read(lambda c: {row[0] for row in c.execute(text)})
-
-    async def users_of_layer(self, layer: str) -> list[str]:
-        """Ids of the snapshots and of the sandboxes, not deleted, that need ``layer``."""
-        has = "?1 IN (SELECT value FROM json_each(layers))"
-        text = (
-            f"SELECT id FROM snapshots WHERE {has} UNION ALL "
-            f"SELECT id FROM sandboxes WHERE state <> 'deleted' AND {has}"
-        )
-        return await self.read(lambda c: [row[0] for row in c.execute(text, (layer,))])
-
-    async def users_of_snapshot(self, snapshot: str) -> list[str]:
-        """Names of the sandboxes, not deleted, that came from it or resume from it, and names (or
-        ids) of the snapshots taken of those: what a refused deletion lists."""
-        text = (
-            "SELECT name FROM sandboxes WHERE state <> 'deleted' AND ?1 IN (snapshot, resume) UNION "
-            "SELECT coalesce(name, id) FROM snapshots WHERE parent = ?1 ORDER BY 1"
-        )
-        return await self.read(lambda c: [row[0] for row in c.execute(text, (snapshot,))])
-
     # -- replies
 
     async def put_reply(self, request_id: str, verb: str, uid: int, body: bytes, at: float) -> None:
@@ -311,23 +264,6 @@ class Catalog:
         text = "SELECT body FROM replies WHERE request_id = ? AND verb = ? AND uid = ? AND at > ?"
         row = await self.read(lambda c: c.execute(text, (request_id, verb, uid, newer_than)).fetchone())
         return row[0] if row else None
-
-    # -- intents
-
-    async def put_intent(self, id: str, kind: str, data: Any, *, durable: bool = True) -> None:
-        """Note what is about to be begun; ``data`` is JSON."""
-        row = (id, kind, json.dumps(data), time.time())
-        text = "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?)"
-        await self.tx(lambda c: c.execute(text, row) and None, durable=durable)
-
-    async def drop_intent(self, id: str) -> None:
-        """It is finished or undone."""
-        await self.tx(lambda c: c.execute("DELETE FROM intents WHERE id = ?", (id,)) and None, durable=False)
-
-    async def intents(self) -> list[Intent]:
-        """What was begun and not finished, oldest first."""
-        rows = await self.read(lambda c: c.execute("SELECT * FROM intents ORDER BY at").fetchall())
-        return [Intent(id_, kind, json.loads(data), at) for id_, kind, data, at in rows]
 
     async def prune(self, now: float | None = None) -> None:
         """Forget replies older than a day, and sandboxes that were deleted a month ago."""

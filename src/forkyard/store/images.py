@@ -70,6 +70,8 @@ class Images:
         self._settling: dict[str, asyncio.Event] = {}
         self._wake = asyncio.Event()
         self._due: dict[str, float] = {}
+        # Written or read whole in this life of the daemon.
+        self._sound: set[str] = set()
 
     def start(self, tg: process.TaskStarter) -> None:
         """Remove what a crash left half-written, and settle images in the background until cancelled."""
@@ -171,6 +173,7 @@ class Images:
         files.write_atomic(temporary / MANIFEST, msgspec.json.encode(manifest), durable=False)
         os.rename(temporary, directory)
         self._manifests[name] = manifest
+        self._sound.add(name)
         self._due[name] = time.monotonic() + _SETTLE_AFTER_S
         self._wake.set()
         return manifest
@@ -189,6 +192,8 @@ class Images:
             files.rmtree(temporary)
             raise
         self._manifests[new] = manifest
+        if name in self._sound:
+            self._sound.add(new)
         if not manifest.settled:
             self._due[new] = time.monotonic() + _SETTLE_AFTER_S
             self._wake.set()
@@ -291,6 +296,20 @@ class Images:
                 raise _damaged(name, f"{entry} has {size} bytes, not {known.size}")
         return manifest
 
+    async def verify(self, name: str) -> None:
+        """Check an image before it is used: its content once in the life of a daemon that did not
+        write it (a flipped bit in the guest's memory would otherwise be restored), its files'
+        presence and sizes always.
+
+        Raises:
+            CorruptSnapshotError: see :meth:`verify_quick`.
+        """
+        if name in self._sound:
+            self.verify_quick(name)
+        else:
+            await self.verify_full(name)
+            self._sound.add(name)
+
     async def verify_full(self, name: str) -> Manifest:
         """Check every file's content as well, as far as there are checksums.
 
@@ -327,6 +346,7 @@ class Images:
 
     def _unname(self, name: str) -> Path | None:
         self._manifests.pop(name, None)
+        self._sound.discard(name)
         self._due.pop(name, None)
         self._tell(name)
         directory = self._dir(name)

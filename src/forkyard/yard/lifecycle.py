@@ -156,7 +156,7 @@ class Lifecycle:
         who = identity(doc.name, doc.id, generation=doc.generation, fork=fork, network=network)
         image = plan.image_path(self.context)
         if image is not None:
-            self.context.images.verify_quick(image.name)
+            await self.context.images.verify(image.name)
         started = await self.context.machines.start(
             Start(
                 doc.layers,
