@@ -75,15 +75,20 @@ def _label(path: str) -> str:
 
 
 class Forkyard:
-    """A daemon with a home of its own in /tmp, on one build and platform."""
+    """A daemon with a home of its own in /tmp, on one build and platform.
+
+    Args:
+        trace: Where its trace goes, if anywhere: a directory.
+    """
 
     forks_memory = True
 
-    def __init__(self, build: Build, platform: str, base_from: Path) -> None:
+    def __init__(self, build: Build, platform: str, base_from: Path, trace: Path | None = None) -> None:
         self.name = f"forkyard {build.label} {platform}"
         self.build = build
         self.platform = platform
         self.base_from = base_from
+        self.trace = trace
         self.home = Path(tempfile.mkdtemp(prefix="fy-bench-", dir="/tmp"))
         self._heaps: list[Any] = []
 
@@ -98,6 +103,8 @@ class Forkyard:
             "FORKYARD_PLATFORM": self.platform,
             "FORKYARD_RUNSC": str(self.build.path),
         }
+        if self.trace is not None:
+            env["FORKYARD_TRACE"] = str(self.trace.absolute() / f"{self.name.replace(' ', '-')}.json")
         command = [sys.executable, "-m", "forkyard.cli", "daemon", "start"]
         subprocess.run(command, env=env, check=True, timeout=60, stdout=subprocess.DEVNULL)
         self.client = Client(home=self.home, start=False)

@@ -32,7 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help=f"cases, with commas, of: floors,{','.join(CASES)}")
     parser.add_argument("--without", default="", help="of docker,runsc,newest,ptrace,systrap; with commas")
     parser.add_argument("--out", type=Path, default=None, help="where to keep it (default bench/results)")
+    parser.add_argument("--trace", type=Path, default=None, help="a directory for traces of our daemons")
     args = parser.parse_args(argv)
+    if args.trace is not None:
+        args.trace.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in args.only.split(",") if name] or ["floors", *CASES]
     if unknown := set(wanted) - {"floors", *CASES}:
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     about = machine.facts()
     bench = Bench([], 3 if args.quick else args.n, note)
     try:
-        _run(bench, about, wanted, set(args.without.split(",")))
+        _run(bench, about, wanted, set(args.without.split(",")), args.trace)
     except KeyboardInterrupt:
         bench.failures.append("the run was interrupted")
     about["minutes"] = round((time.monotonic() - begun) / 60, 1)
@@ -61,13 +64,15 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _run(bench: Bench, about: dict[str, Any], wanted: list[str], without: set[str]) -> None:
+def _run(
+    bench: Bench, about: dict[str, Any], wanted: list[str], without: set[str], trace: Path | None
+) -> None:
     home = lender()
     layers = base_layers(home)
     found = [build for build in builds(home) if build.label not in without]
     about["builds"] = ", ".join(f"{build.label} ({build.path})" for build in found)
     with contextlib.ExitStack() as stack:
-        for contender in _contenders(home, layers, found, without):
+        for contender in _contenders(home, layers, found, without, trace):
             # Even if it does not open: it may have made something by then.
             stack.callback(contender.close)
             note(f"opening {contender.name}")
@@ -86,9 +91,11 @@ def _run(bench: Bench, about: dict[str, Any], wanted: list[str], without: set[st
     machine.reap()
 
 
-def _contenders(home: Path, layers: list[Path], found: list[Build], without: set[str]) -> list[Contender]:
+def _contenders(
+    home: Path, layers: list[Path], found: list[Build], without: set[str], trace: Path | None
+) -> list[Contender]:
     contenders: list[Contender] = [
-        Forkyard(build, platform, home)
+        Forkyard(build, platform, home, trace)
         for build in found
         for platform in ("systrap", "ptrace")
         if platform not in without

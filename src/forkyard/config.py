@@ -90,6 +90,7 @@ class Settings:
     base_from: Path | None = None
     store_gb: int = 64
     log_level: str = "info"
+    trace: Path | None = None
     engine: str = "gvisor"
     runsc: str | None = None
     platform: str = "auto"
@@ -173,6 +174,7 @@ KEYS: dict[str, Key] = {
         Key("base_from", _path, "an absolute path"),
         Key("store_gb", _whole(1), "a whole number of at least 1"),
         Key("log_level", _one_of("debug", "info", "warning", "error"), "debug, info, warning or error"),
+        Key("trace", _path, "an absolute path"),
         Key("engine", _one_of("gvisor"), "gvisor"),
         Key("runsc", _text, "the path of a runsc program"),
         Key("platform", _one_of("auto", "systrap", "ptrace", "kvm"), "auto, systrap, ptrace or kvm"),

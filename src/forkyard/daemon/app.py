@@ -36,6 +36,7 @@ from forkyard.daemon.exchange import (
 )
 from forkyard.daemon.once import Once
 from forkyard.daemon.ports import Yard
+from forkyard.host.trace import span
 from forkyard.requests import Caller
 
 _PREFIX = "/v1/"
@@ -123,7 +124,8 @@ class App:
                 data = await body.whole()
             request = self._decode(route, data, json_in)
             log.debug("%s by %s, pid %s", route.name, caller.name, caller.pid)
-            await route.handle(route, request, body, reply, caller)
+            with span(route.name):
+                await route.handle(route, request, body, reply, caller)
         except ClientGoneError:
             return
         except Exception as error:

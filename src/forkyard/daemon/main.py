@@ -18,11 +18,12 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from forkyard import __version__, config, errors, verbs
 from forkyard.daemon import lock, logs
+from forkyard.host import trace
 
 TAKEN = 3
 
@@ -112,7 +113,11 @@ async def _serve(settings: config.Settings, ready: _Ready) -> None:
     about = settings.home / "daemon.json"
     # A home of its own beside a machine's ready one borrows that one's engine and base.
     await quick_setup(settings)
-    async with open_yard(settings, install=apt.install) as yard, asyncio.TaskGroup() as tasks:
+    async with (
+        _tracing(settings.trace),
+        open_yard(settings, install=apt.install) as yard,
+        asyncio.TaskGroup() as tasks,
+    ):
         app = App(yard, tasks, stop.set)
         sock = bind(settings.socket)
         async with serving(app, sock, app.drain):
@@ -143,6 +148,12 @@ async def _serve(settings: config.Settings, ready: _Ready) -> None:
             log.info("stopping")
             _forget(about, settings.socket)
     log.info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def _tracing(path: Path | None) -> AsyncIterator[None]:
+    with trace.tracing(path):
+        yield
 
 
 def _raise_file_limit() -> None:

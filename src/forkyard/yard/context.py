@@ -14,6 +14,7 @@ from forkyard.audit import AuditLog
 from forkyard.config import Settings
 from forkyard.engines.base import Engine
 from forkyard.errors import ConflictError, NotFoundError
+from forkyard.host.trace import span
 from forkyard.requests import Caller
 from forkyard.store.catalog import Catalog
 from forkyard.store.disks import DiskStore
@@ -55,7 +56,8 @@ class Context:
         gone: Iterable[str] = (),
     ) -> None:
         """Write documents, and remove the snapshots whose ids are in ``gone``, in one transaction."""
-        await self.catalog.save(sandboxes=list(sandboxes), snapshots=list(snapshots), gone=list(gone))
+        with span("catalog"):
+            await self.catalog.save(sandboxes=list(sandboxes), snapshots=list(snapshots), gone=list(gone))
 
     async def record(
         self,
@@ -66,7 +68,8 @@ class Context:
     ) -> int:
         """Audit a change of state, durably, and tell whoever watches events."""
         seq = self.audit.append(kind, sandbox, actor(caller), data)
-        await self.audit.flush()
+        with span("audit"):
+            await self.audit.flush()
         self.events.publish(Event(time.time(), kind, sandbox, data))
         return seq
 

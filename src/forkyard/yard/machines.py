@@ -25,6 +25,7 @@ from forkyard.guest import Guest, Identity
 from forkyard.host.cgroup import CgroupBox, Cgroups
 from forkyard.host.files import rmtree
 from forkyard.host.memory import memory_mb
+from forkyard.host.trace import span
 from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
 from forkyard.yard import names
@@ -164,11 +165,15 @@ class Machines:
         """
         with self.blanks.starting():
             async with self.slots:
-                return await self._start(start)
+                with span("start"):
+                    return await self._start(start)
 
     async def _start(self, start: Start) -> Box:
         begun = time.perf_counter()
-        blank = await self.blanks.take(start.kind) if start.image is not None else None
+        blank = None
+        if start.image is not None:
+            with span("take a blank"):
+                blank = await self.blanks.take(start.kind)
         async with _Undo(self.tg) as undo:
             marks: dict[str, float] = {}
             if blank is not None and not blank.alive:
@@ -180,19 +185,23 @@ class Machines:
             else:
                 site = self._lay_out(start)
                 undo.push(self.remove, site.id)
-            disk = await self.disks.create_box(site.id, start.layers, start.limits.disk_mb)
+            with span("disk", layers=len(start.layers)):
+                disk = await self.disks.create_box(site.id, start.layers, start.limits.disk_mb)
             marks["site"] = time.perf_counter()
-            if start.image is None:
-                machine = await self.engine.boot(site.spec)
-            else:
-                machine = await self.engine.restore(site.spec, start.image, site.prepared)
+            with span("engine", blank=blank is not None, memory=start.image is not None):
+                if start.image is None:
+                    machine = await self.engine.boot(site.spec)
+                else:
+                    machine = await self.engine.restore(site.spec, start.image, site.prepared)
             undo.push(self.engine.kill, machine)
             marks["engine"] = time.perf_counter()
             guest = Guest(machine.to_guest, machine.from_guest, box=site.id)
             undo.push(guest.close)
             start.serve(guest)
-            await self._hear(machine, guest)
-            await guest.identify(start.identity)
+            with span("hear"):
+                await self._hear(machine, guest)
+            with span("identify"):
+                await guest.identify(start.identity)
             if site.cgroup is not None:
                 # Only now: the quota would make the start itself wait for its next period.
                 self._limit(site.cgroup, start.limits)
@@ -231,7 +240,8 @@ class Machines:
         async with _Undo(self.tg) as undo:
             site = self._lay_out(Start([], limits, identity("blank", "", generation=0), agent))
             undo.push(self.remove, site.id)
-            site.prepared = await self.engine.prepare(site.spec)
+            with span("make a blank"):
+                site.prepared = await self.engine.prepare(site.spec)
             if site.prepared is None:
                 return None
             undo.keep()
@@ -251,11 +261,13 @@ class Machines:
         Args:
             why: What those who wait for something in it are told.
         """
-        if why is not None:
-            box.guest.lost(SandboxLostError(why, cause="host"))
-        await box.guest.close()
-        await _within(self.engine.kill(box.machine))
-        await self.remove(box.id)
+        with span("end"):
+            if why is not None:
+                box.guest.lost(SandboxLostError(why, cause="host"))
+            await box.guest.close()
+            with span("kill"):
+                await _within(self.engine.kill(box.machine))
+            await self.remove(box.id)
 
     async def remove(self, box_id: str) -> None:
         """Remove what a box whose processes are gone left on the host."""
@@ -287,8 +299,10 @@ class Machines:
             raise await self._deleted_files(box, error) from error
 
     async def _freeze(self, box: Box, layer: str, image: str | None) -> Frozen:
-        dirty_mb = await self._write_out(box)
-        quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
+        with span("write out"):
+            dirty_mb = await self._write_out(box)
+        with span("quiesce"):
+            quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
         paused = time.perf_counter()
         try:
             done = await finish(self.tg, self._while_paused(box, layer, image))
@@ -298,7 +312,8 @@ class Machines:
             raise
         finally:
             paused_ms = (time.perf_counter() - paused) * 1e3
-            await self._go_on(box, quiesced)
+            with span("unquiesce"):
+                await self._go_on(box, quiesced)
         memory_bytes = done.size_bytes if done else 0
         return Frozen(
             layer,
@@ -326,7 +341,8 @@ class Machines:
         mark = self._paused_mark(box.id)
         mark.touch()
         try:
-            await self.engine.pause(box.machine)
+            with span("pause"):
+                await self.engine.pause(box.machine)
         except BaseException:
             mark.unlink(missing_ok=True)
             raise
@@ -337,13 +353,15 @@ class Machines:
                     directory = self.images.temporary(image)
                     undo.push(asyncio.to_thread, rmtree, directory)
                     # Memory first: saving it writes the guest's cached file data to the disk.
-                    saved = await self.engine.save(box.machine, directory)
+                    with span("save"):
+                        saved = await self.engine.save(box.machine, directory)
                 undo.push(self.disks.drop_layer, layer)
-                await self.disks.seal(box.id, layer)
+                with span("seal"):
+                    await self.disks.seal(box.id, layer)
                 undo.keep()
                 return saved
         finally:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), span("resume"):
                 await self.engine.resume(box.machine)
             mark.unlink(missing_ok=True)
 

@@ -27,6 +27,7 @@ from forkyard.errors import (
 from forkyard.host import process
 from forkyard.host.files import rmtree
 from forkyard.host.roots import PLACE, replace_root
+from forkyard.host.trace import span
 
 log = logging.getLogger("forkyard.engines")
 
@@ -87,7 +88,8 @@ class GVisor:
         try:
             if not await asyncio.to_thread(_plain, spec.rootfs):
                 raise OSError("a directory that the box mounts on is a link in this root")
-            await asyncio.to_thread(replace_root, prepared.gofer(), spec.rootfs)
+            with span("seat"):
+                await asyncio.to_thread(replace_root, prepared.gofer(), spec.rootfs)
         except OSError as error:
             log.warning("the box %s that was made ahead is of no use: %s", spec.box, error)
             await prepared.abandon()
@@ -111,7 +113,10 @@ class GVisor:
                 raise
             bundle = await (self._create(spec) if prepared is None else self._seated(spec, prepared))
             try:
-                await control.restore(_socket(spec), fds, describes_network=self.runsc.validates_specs)
+                with span("restore"):
+                    await control.restore(
+                        _socket(spec), fds, describes_network=self.runsc.validates_specs
+                    )
                 return bundle.machine()
             except (control.ControlError, OSError) as error:
                 said = bundle.stderr()
