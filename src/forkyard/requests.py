@@ -396,8 +396,7 @@ class Variant(Request, kw_only=True):
 class Explore(Change, kw_only=True):
     """``keep="choose"``: all copies are kept until an :class:`ExploreChoice` names one."""
 
-    source: str | None = None
-    image: str | None = None
+    source: str
     variants: list[Variant]
     timeout_s: float | None = None
     parallel: int | None = None

@@ -14,7 +14,7 @@ from yard_home import YardHome, client, until, yard  # noqa: F401
 
 from forkyard import Client, VariantResult
 from forkyard.audit import verify
-from forkyard.errors import InvalidRequestError, NotFoundError, UnavailableError, UnsupportedError
+from forkyard.errors import InvalidRequestError, NotFoundError, UnavailableError
 from forkyard.requests import ExploreEvent
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -86,8 +86,12 @@ def test_nobody_passes(client: Client) -> None:  # noqa: F811
 
 
 def test_what_cannot_be(client: Client) -> None:  # noqa: F811
-    with pytest.raises(UnsupportedError):
-        client.explore(None, ["true"], image="debian")
+    with pytest.raises(InvalidRequestError):
+        client.explore("base", ["true"], image="debian")
+    with pytest.raises(InvalidRequestError):
+        client.explore(None, ["true"])
+    with pytest.raises(NotFoundError, match="no-such-image"):
+        client.explore("oci:/no-such-image", ["true"])
     with pytest.raises(NotFoundError):
         client.explore("nobody", ["true"])
     for variants in ([], [{"name": "x"}], [{"command": "a", "name": "x"}, {"command": "b", "name": "x"}],

@@ -92,6 +92,16 @@ def test_a_root_of_musl(templates: Client, packages: Fetch, tmp_path: Path) -> N
     assert out(templates, "musl", "pwd; id -u; musl-program") == "/workspace\n0\nfrom musl\n"
 
 
+def test_exploring_from_an_image(templates: Client, packages: Fetch, tmp_path: Path) -> None:
+    archive = str(tar_of(musl_root(packages, tmp_path), tmp_path / "musl.tar"))
+    for given in ({"source": archive}, {"source": None, "image": archive}):
+        done = templates.explore(**given, variants=["exit 1", "musl-program"])
+        assert done.winner is not None and done.winner.output == "from musl\n"
+        assert templates.shell(done.winner.id, "musl-program").stdout == "from musl\n"
+        templates.delete_sandbox(done.winner.id)
+    assert [info.kind for info in templates.list_templates()].count("image") == 1
+
+
 def test_an_image_of_one_static_program(templates: Client, tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     static_program(tmp_path / "root")

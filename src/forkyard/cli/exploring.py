@@ -45,7 +45,7 @@ def explore_verb(
 ) -> int:
     """Try each CMD in its own copy of SOURCE, keep the best copy and print its id.
 
-    SOURCE is a sandbox (which runs on), a snapshot, a checkpoint or a template. A copy is the best
+    SOURCE is a sandbox (which runs on), a snapshot, a checkpoint, a template or an image. A copy is the best
     if its CMD exits with 0 in the shortest time; the others are deleted. The exit code is 1 if none passes.
     """
     variants = [{"name": str(number), "command": command, "env": dict(env)}

@@ -153,6 +153,12 @@ def local_image(image: str) -> Local | None:
     return None
 
 
+def looks_like_an_image(name: str) -> bool:
+    """Whether a name that nothing in the yard has can be an image's: a reference with a registry,
+    a path or a tag in it, or files here."""
+    return "/" in name or ":" in name or local_image(name) is not None
+
+
 def logins(images: Iterable[str], credentials: str | Mapping[str, str] | None = None) -> dict[str, str]:
     """``{registry: "user:password"}`` for the registries that ``images`` name.
 

@@ -11,6 +11,7 @@ from forkyard import errors
 from forkyard import requests as rq
 from forkyard import types as ty
 from forkyard.client import _protocol as protocol
+from forkyard.client import materials
 from forkyard.client.sync_transport import Transport
 
 Chooser = str | Callable[[list[ty.VariantResult]], Any]
@@ -20,6 +21,7 @@ Progress = Callable[[rq.ExploreEvent], None]
 class Branching:
     _transport: Transport
     _took: Callable[..., None]
+    prepare: Callable[..., Any]
 
     def diff(self, sandbox: str, since: str | None = None) -> ty.Diff:
         """What changed on its disk, computed by the daemon from the disk itself; the sandbox is not asked.
@@ -81,7 +83,9 @@ class Branching:
         """Try each variant in its own copy of ``source``; keep the best copy, delete the others.
 
         Args:
-            source: A sandbox, snapshot, checkpoint or template; it is not changed.
+            source: A sandbox, snapshot, checkpoint or template; it is not changed. What none of
+                these is called may be an image, as :meth:`pull_template` takes it.
+            image: An image, whatever else has that name; ``source`` is None then.
             variants: Each a command (text for ``/bin/sh -c``, or a list of words), or a mapping of
                 ``command`` and, where wanted, ``name``, ``files`` (``{path: data}``, written before
                 it runs) and ``env``. A name is made up from its place where there is none.
@@ -93,12 +97,15 @@ class Branching:
             on_progress: Called with each event as it comes.
 
         Raises:
-            CapacityError: there is no room for even one copy. UnsupportedError: ``image`` was given.
+            CapacityError: there is no room for even one copy. NotFoundError: no such source.
         """
+        if (source is None) == (image is None):
+            raise errors.InvalidRequestError("explore needs a source or an image, and not both")
+        if image is not None:
+            source = self._template_of(image)
         asked = protocol.made(
             rq.Explore,
             source=source,
-            image=image,
             variants=[protocol.variant(one, number) for number, one in enumerate(variants, 1)],
             timeout_s=timeout_s,
             parallel=parallel,
@@ -107,6 +114,21 @@ class Branching:
             lease=protocol.lease_of(lease),
             request_id=protocol.new_request_id(),
         )
+        try:
+            return self._explore(asked, keep, on_progress)
+        except errors.NotFoundError:
+            if image is not None or source is None or not materials.looks_like_an_image(source):
+                raise
+        asked.source = self._template_of(source)
+        return self._explore(asked, keep, on_progress)
+
+    def _template_of(self, image: str) -> str:
+        (made,) = self.prepare([{"image": image}])
+        return str(made.name)
+
+    def _explore(
+        self, asked: rq.Explore, keep: Chooser, on_progress: Progress | None
+    ) -> ty.ExploreResult:
         stream = self._transport.open("explore", asked)
         try:
             while frames := stream.read():

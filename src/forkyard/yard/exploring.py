@@ -14,7 +14,6 @@ from forkyard.errors import (
     ForkyardError,
     InvalidRequestError,
     NotFoundError,
-    UnsupportedError,
 )
 from forkyard.requests import (
     Caller,
@@ -199,7 +198,6 @@ class Exploring:
         self, request: Explore, caller: Caller
     ) -> AsyncIterator[tuple[Callable[[], Plan], int | None, float]]:
         """How to plan one copy, its image's size, and how long the source stood still."""
-        assert request.source is not None
         known = self.context.sandboxes.find(request.source) or self.forking.snapshots.find(request.source)
         if known is None and self.lifecycle.templates.find(request.source) is not None:
             create = CreateSandbox(
@@ -337,12 +335,6 @@ class Exploring:
 
 
 def _check(request: Explore) -> None:
-    if request.image is not None:
-        raise UnsupportedError(
-            "image= is not supported in this version", hint="use a sandbox, snapshot, checkpoint or template"
-        )
-    if request.source is None:
-        raise InvalidRequestError("explore needs a source: a sandbox, snapshot, checkpoint or template")
     names = [variant.name for variant in request.variants]
     if not 1 <= len(names) <= MAX_VARIANTS:
         raise InvalidRequestError(f"{len(names)} variants are not between 1 and {MAX_VARIANTS}")
