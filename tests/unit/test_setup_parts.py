@@ -16,7 +16,7 @@ import pytest
 
 from forkyard.config import Settings
 from forkyard.errors import UnsupportedError
-from forkyard.setup import apt, borrow, chroot, progress, recipes, runsc
+from forkyard.setup import apt, borrow, chroot, newest, progress, recipes, runsc
 
 MIRROR = "http://mirror.test/debian"
 KEY = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -256,7 +256,7 @@ def test_official_release_is_taken_by_its_checksum(tmp_path, release_server):
 async def test_newest_without_go_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnsupportedError, match="needs Go"):
-        await runsc.build_newest(tmp_path)
+        await newest.build_newest(tmp_path)
 
 
 # -- progress and second homes ----------------------------------------------------------------------

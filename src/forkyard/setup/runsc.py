@@ -21,16 +21,13 @@ from typing import Any
 from forkyard.config import Settings
 from forkyard.engines.gvisor.runsc import Runsc
 from forkyard.errors import ForkyardError, UnsupportedError
-from forkyard.host import process
 from forkyard.host.files import rmtree, write_atomic
 from forkyard.setup import apt
 
-__all__ = ["Candidate", "build_newest", "candidates", "engine_file", "fetch", "find", "read_engine"]
+__all__ = ["Candidate", "candidates", "engine_file", "fetch", "find", "read_engine"]
 
-MODULE = "gvisor.dev/gvisor"
 # As gVisor's installation page gives it; for hosts that are not Debian.
 RELEASES = "https://storage.googleapis.com/gvisor/releases/release/latest"
-GO_NEEDED = "1.26"
 SUITE = "trixie"
 
 
@@ -178,58 +175,3 @@ def _fetch_release(into: Path, base: str = RELEASES) -> Path:
     finally:
         rmtree(scratch)
     return into / "runsc"
-
-
-async def build_newest(home: Path) -> Path:
-    """Build the newest runsc from source with this machine's Go, through its module proxy.
-
-    The version is that of the module's ``go`` branch, as ``@latest`` gives it; some proxies
-    refuse the branch's name, so that is tried last.
-
-    Raises:
-        UnsupportedError: no Go, one that is too old, or the build failed.
-    """
-    if shutil.which("go") is None:
-        raise UnsupportedError(
-            "building the newest runsc needs Go, and there is none on PATH",
-            hint=f"install Go {GO_NEEDED} or newer, or go without --newest",
-        )
-    into = home / "engine" / "newest"
-    scratch = home / "engine" / ".newest"
-    rmtree(scratch)
-    (scratch / "bin").mkdir(parents=True)
-    env = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(scratch / "bin")}
-    try:
-        (scratch / "go.mod").write_text("module scratch\n")
-        version = await _newest_version(scratch, env)
-        done = await process.run(
-            ["go", "install", f"{MODULE}/runsc@{version}"], env=env, cwd=scratch, timeout_s=1800
-        )
-        if done.rc:
-            raise UnsupportedError(
-                f"building runsc {version} failed: {done.complaint}",
-                hint=f"it needs Go {GO_NEEDED} or newer and a module proxy that it can reach",
-            )
-        (scratch / "bin" / "VERSION").write_text(f"{version}\n")
-        rmtree(into)
-        (scratch / "bin").rename(into)
-    finally:
-        rmtree(scratch)
-    return into / "runsc"
-
-
-async def _newest_version(scratch: Path, env: dict[str, str]) -> str:
-    reasons = []
-    for query in ("latest", "go"):
-        done = await process.run(
-            ["go", "list", "-m", "-json", f"{MODULE}@{query}"], env=env, cwd=scratch, timeout_s=120
-        )
-        if done.rc == 0:
-            version = json.loads(done.stdout).get("Version")
-            if isinstance(version, str) and version:
-                return version
-        reasons.append(done.complaint)
-    raise UnsupportedError(
-        f"the Go module proxy does not say which runsc is newest: {'; '.join(reasons)}",
-        hint="check `go env GOPROXY`, or go without --newest",
-    )

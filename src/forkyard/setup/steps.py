@@ -27,6 +27,7 @@ from forkyard.host.files import write_atomic
 from forkyard.oci.tools import PACKAGES as IMAGE_PROGRAMS
 from forkyard.setup import apt, debian, runsc
 from forkyard.setup.borrow import find_lender, quick_setup
+from forkyard.setup.newest import build_newest
 from forkyard.setup.progress import Progress, progress_for, step
 from forkyard.setup.recipes import BASE
 from forkyard.setup.templates import build_template, in_place, layer_paths, read_template
@@ -209,7 +210,7 @@ async def _engine(settings: Settings, newest: bool, show: Progress) -> None:
 
         if newest and not built:
             it.doing("building the newest runsc from source (a minute or two)")
-            await runsc.build_newest(home)
+            await build_newest(home)
         chosen, why = await runsc.find(settings, boots)
         if chosen is None:
             it.doing("downloading runsc")
