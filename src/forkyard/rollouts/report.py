@@ -10,13 +10,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from forkyard.errors import NotFoundError, UnsupportedError
 from forkyard.rollouts import journal as jn
-from forkyard.rollouts.numbers import Interval, Rate, Tally, cluster_interval, pass_rates, tally
+from forkyard.rollouts.numbers import (
+    Comparison,
+    Interval,
+    Rate,
+    Tally,
+    cluster_interval,
+    compare_runs,
+    pass_rates,
+    tally,
+)
 from forkyard.rollouts.types import Sample, Task
 from forkyard.types import Diff, Record
 
@@ -288,6 +297,16 @@ class Report:
             lines.append(f"  identical samples in {len(self.identical)} tasks: see report.identical")
         lines.append(f"  note: an interval {score.interval.note}")
         return "\n".join(lines)
+
+
+def compare(
+    a: Report | str | os.PathLike[str],
+    b: Report | str | os.PathLike[str],
+    measure: Literal["passed", "reward"] = "passed",
+) -> Comparison:
+    """``b`` against ``a``, two reports or runs' directories, paired by task. See ``Comparison``."""
+    first, second = (run if isinstance(run, Report) else Report.load(run) for run in (a, b))
+    return compare_runs(first.samples, second.samples, measure=measure)
 
 
 def _mean(rows: Sequence[Tally]) -> tuple[float, Interval]:
