@@ -74,8 +74,9 @@ def test_where_the_time_went() -> None:
 
 def _kept(path: Path) -> Report:
     diff = Diff([Change("/w/a", "file", 0o644)], [], [], patch="+<b>patched</b>\n")
-    ran = {"seq": 1, "at": 1.0, "kind": "exec", "command": "echo <img src=x>", "exit_code": 3, "duration_ms": 5.0}
-    story = {"log": [{"at": 1.0, "note": "</pre><script>alert(1)</script>"}], "commands": [ran]}
+    ran = {"seq": 1, "at": 1.0, "kind": "exec", "command": "echo <img src=x>", "exit_code": 3}
+    story = {"log": [{"at": 1.0, "note": "</pre><script>alert(1)</script>"}], "commands": [ran],
+             "outside": ["/etc/<hosts>"], "refused": {"/w/link": "it leads out"}}  # fmt: skip
     verdict = Verdict(False, 0.25, "<i>no</i>", {"t::<u>": "failed"}, {"why": [1]}, trusted=False)
     with open_journal(path, {"run": "r<1>"}) as journal:
         journal.append(
@@ -110,7 +111,7 @@ def test_the_page_needs_nothing_and_runs_nothing(tmp_path: Path) -> None:
     page.feed(text)
     assert page.links == [] and not {"script", "link", "img", "iframe", "b", "i", "u"} & set(page.tags)
     assert page.tags.count("svg") >= 4 and "url(" not in text and "@import" not in text
-    for said in ("echo <img src=x>", "+<b>patched</b>", "alert(1)", "t::<u>", "untrusted", "reward 0.250"):
+    for said in ("echo <img src=x>", "+<b>patched</b>", "alert(1)", "t::<u>", "untrusted", "reward 0.250", "/etc/<hosts>", "it leads out"):
         assert said in page.text, said
 
 

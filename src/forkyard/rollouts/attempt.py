@@ -51,6 +51,8 @@ class Attempt:
     verdict: Verdict | None = None
     transcript: Any = None
     diff: Diff | None = None
+    outside: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     suspicions: list[Any] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
     records: list[AuditRecord] = field(default_factory=list)
@@ -276,6 +278,7 @@ class Runner:
                     raise
         verdict = graded.verdict
         done.verdict, done.diff, done.suspicions = verdict, graded.diff, list(graded.suspicions)
+        done.outside, done.refused = list(graded.outside), dict(graded.refused)
         done.reward = float(verdict.reward)
         if done.reward != done.reward:
             raise grading.GraderError(f"the grader gave the reward {verdict.reward!r}")

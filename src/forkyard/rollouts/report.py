@@ -225,9 +225,10 @@ class Report:
         return None if sample.diff is None else jn.unpack_diff(self._read(sample.diff))
 
     def episode(self, sample: Sample) -> dict[str, Any]:
-        """Its ``log`` and its ``commands``, as the daemon's audit has them."""
+        """Its ``log``; its ``commands``, as the daemon's audit has them; which paths it changed
+        ``outside`` the task's, and why others were ``refused``."""
         if sample.episode is None:
-            return {"log": [], "commands": []}
+            return {"log": [], "commands": [], "outside": [], "refused": {}}
         return dict(json.loads(self._read(sample.episode)))
 
     def _read(self, name: str) -> bytes:

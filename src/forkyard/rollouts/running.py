@@ -316,7 +316,14 @@ class _Run:
         key = self._key(task, prepared.digest if prepared else "", unit.sample)
         packed, lost = jn.pack_transcript(done.transcript)
         commands = [_command(record) for record in done.records]
-        story = {"task": task.id, "sample": unit.sample, "log": done.log, "commands": commands}
+        story = {
+            "task": task.id,
+            "sample": unit.sample,
+            "log": done.log,
+            "commands": commands,
+            "outside": done.outside,
+            "refused": done.refused,
+        }
         async with self._writing:
             transcript = diff = None
             if done.transcript is not None:
