@@ -417,3 +417,27 @@ def test_on_the_command_line(client: Client, yard: YardHome, tmp_path: Path) -> 
     assert refused.returncode == 4 and "another policy" in refused.stderr
     assert fy("eval", "report", "absent").returncode == 3
     assert fy("eval", "rollout_kit:several", "--policy", "nonsense:x").returncode == 3
+
+
+def test_a_policy_whose_own_task_is_cancelled_is_not_lost(client: Client) -> None:  # noqa: F811
+    async def policy(episode: Any) -> None:
+        async with asyncio.TaskGroup() as group:
+            inner = group.create_task(asyncio.sleep(1000))
+            inner.cancel()
+            await inner
+
+    report = evaluate([kit.task()], policy, samples=2, client=client)
+    assert report.outcomes == {"policy_error": 2}
+
+
+def test_a_state_that_another_process_evicts_is_made_again(client: Client) -> None:  # noqa: F811
+    def policy(episode: Any) -> None:
+        if episode.sample == 0:
+            kept = client.list_snapshots(LABEL)[0]
+            client.delete_sandbox(episode.sandbox.id)
+            client.delete_snapshot(kept.id)
+        else:
+            kit.solve(episode.sandbox, episode.task)
+
+    report = evaluate([kit.task()], policy, samples=2, client=client, parallel=1)
+    assert [(s.outcome, s.retries) for s in report.samples] == [("sandbox_broken", 0), ("passed", 1)]

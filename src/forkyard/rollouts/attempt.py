@@ -15,13 +15,16 @@ from typing import Any
 from forkyard.client.aio import AsyncClient
 from forkyard.client.sync import Client
 from forkyard.errors import (
+    AccessDeniedError,
     CapacityError,
     CommandFailedError,
     DeadlineError,
     ForkyardError,
+    InvalidRequestError,
     NotFoundError,
     SandboxLostError,
     UnavailableError,
+    UnsupportedError,
 )
 from forkyard.rollouts import grading, suspicions
 from forkyard.rollouts.contention import Load, contended, load_now
@@ -38,6 +41,7 @@ GRADE_TRIES = 3
 # Of so many episodes one is also graded in its own machine, to see whether that says otherwise.
 AUDIT_ONE_IN = 10
 HOST = (CapacityError, UnavailableError)
+WRONG = (AccessDeniedError, InvalidRequestError, UnsupportedError)
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class Attempt:
 
 
 class PolicyExit(Exception):
-    """A policy ended its thread: ``sys.exit()``, say."""
+    """A policy ended by ``sys.exit()``, or because what it waited for was cancelled."""
 
 
 class Runner:
@@ -112,7 +116,9 @@ class Runner:
         try:
             info = await self._start(task, prepared, seed, label)
         except ForkyardError as error:
-            done.failed("infra", f"no copy could be started: {error}", host=isinstance(error, HOST))
+            # Nothing of the policy has run: whatever stopped it, but a wrong task, is the host's.
+            host = not isinstance(error, WRONG)
+            done.failed("infra", f"no copy could be started: {error}", host=host)
             return done
         done.start_s = time.monotonic() - begun
         done.sandbox = info.id
@@ -173,7 +179,14 @@ class Runner:
 
     async def _call(self, args: tuple[Any, ...]) -> Any:
         if self._async:
-            return await self._policy(*args)
+            try:
+                return await self._policy(*args)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                # Nobody cancelled it: something that it waited for was.
+                raise PolicyExit(repr(error)) from error
         value = await in_thread(lambda: self._policy(*args))
         return await value if asyncio.iscoroutine(value) else value
 

@@ -308,6 +308,8 @@ class _Run:
                 return
             if tries.last.outcome == "timeout_contended":
                 slots.lower()
+            # Another process may have evicted it meanwhile.
+            prepared = await self._preparer.get(unit.task)
 
     async def _write(
         self, unit: _Unit, prepared: Prepared | None, seed: int, started_at: float, tries: _Tries
@@ -324,16 +326,16 @@ class _Run:
             "outside": done.outside,
             "refused": done.refused,
         }
+        transcript = diff = None
+        if done.transcript is not None:
+            transcript = await asyncio.to_thread(self._journal.keep, "transcripts", key, packed)
+            if self._journal.path is None:
+                self.transcripts[transcript] = done.transcript
+        if done.diff is not None:
+            diff = await asyncio.to_thread(self._journal.keep, "diffs", key, jn.pack_diff(done.diff))
+        told = json.dumps(story, ensure_ascii=False, default=str).encode()
+        episode = await asyncio.to_thread(self._journal.keep, "episodes", key, told)
         async with self._writing:
-            transcript = diff = None
-            if done.transcript is not None:
-                transcript = await asyncio.to_thread(self._journal.keep, "transcripts", key, packed)
-                if self._journal.path is None:
-                    self.transcripts[transcript] = done.transcript
-            if done.diff is not None:
-                diff = await asyncio.to_thread(self._journal.keep, "diffs", key, jn.pack_diff(done.diff))
-            told = json.dumps(story, ensure_ascii=False, default=str).encode()
-            episode = await asyncio.to_thread(self._journal.keep, "episodes", key, told)
             sample = Sample(
                 task=task.id,
                 sample=unit.sample,
