@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -385,6 +386,24 @@ async def test_from_a_loop_that_runs(client: Client, yard: YardHome) -> None:  #
     assert report.outcomes == {"passed": 1} and [p.done for p in seen] == [0, 1]
     loops = await asyncio.to_thread(lambda: evaluate([kit.task()], kit.solve, client=client).outcomes)
     assert loops == {"passed": 1} and evaluate([kit.task()], kit.solve, client=client).outcomes == loops
+
+
+def test_as_which_user(client: Client) -> None:  # noqa: F811
+    async def policy(episode: Any) -> list[Any]:
+        sandbox = episode.sandbox
+        await sandbox.write_file("made", "x")
+        tools = sandbox.client
+        return [
+            (await sandbox.shell("id -un; stat -c %U made")).stdout.split(),
+            (await sandbox.shell("id -un", user="user")).stdout.strip(),
+            (await tools.read_file(sandbox.id, "/home/user/made", "root")),
+            (await sandbox.run_code("import os; os.getuid()", timeout_s=60)).result,
+            inspect.iscoroutinefunction(tools.shell),
+        ]
+
+    report = evaluate([kit.task(user="root", grader=None)], policy, client=client)
+    told = report.transcript(report.samples[0])
+    assert told == [["root", "root"], "user", b"x", "0", True], report.samples[0].message
 
 
 def test_arguments_are_checked(client: Client, tmp_path: Path) -> None:  # noqa: F811

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html.parser
+import io
 import json
 import math
 import pickle
@@ -111,7 +112,8 @@ def test_the_page_needs_nothing_and_runs_nothing(tmp_path: Path) -> None:
     page.feed(text)
     assert page.links == [] and not {"script", "link", "img", "iframe", "b", "i", "u"} & set(page.tags)
     assert page.tags.count("svg") >= 4 and "url(" not in text and "@import" not in text
-    for said in ("echo <img src=x>", "+<b>patched</b>", "alert(1)", "t::<u>", "untrusted", "reward 0.250", "/etc/<hosts>", "it leads out"):
+    shown_as_text = ("echo <img src=x>", "+<b>patched</b>", "alert(1)", "t::<u>", "/etc/<hosts>")
+    for said in (*shown_as_text, "untrusted", "reward 0.250", "it leads out"):
         assert said in page.text, said
 
 
@@ -214,6 +216,21 @@ def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
     with shown(Board(3), True):
         pass
     assert capsys.readouterr().err == "0/3 samples, 0 running, score -, 0.0/min\n"
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    board = Board(2)
+    with shown(board, None):
+        board.ended(sample("a", 0, outcome="failed"))
+    assert "1/2" in terminal.getvalue() and "[failed 1]" in terminal.getvalue()
 
 
 def test_records_are_frozen() -> None:

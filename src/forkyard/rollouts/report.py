@@ -168,9 +168,12 @@ class Report:
         """A row per task."""
         strict = {row.task: row.reward for row in tally(self.samples, invalid_fails=True)}
         twins = {task: sum(map(len, groups)) for task, groups in self.identical.items()}
+        by_task: dict[str, list[Sample]] = {}
+        for sample in self.samples:
+            by_task.setdefault(sample.task, []).append(sample)
         rows = []
         for row in tally(self.samples):
-            own = [sample for sample in self.samples if sample.task == row.task]
+            own = by_task[row.task]
             rows.append(
                 TaskRow(
                     task=row.task,
