@@ -460,3 +460,19 @@ def test_a_state_that_another_process_evicts_is_made_again(client: Client) -> No
 
     report = evaluate([kit.task()], policy, samples=2, client=client, parallel=1)
     assert [(s.outcome, s.retries) for s in report.samples] == [("sandbox_broken", 0), ("passed", 1)]
+
+
+def test_ctrl_c_keeps_what_ended_and_leaves_nothing(
+    client: Client, yard: YardHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    monkeypatch.setenv("KIT_BEGUN", str(tmp_path / "begun"))
+    env = os.environ | {"FORKYARD_HOME": str(yard.home), "PYTHONPATH": os.pathsep.join(sys.path)}
+    line = [sys.executable, "-m", "forkyard.cli", "eval", "rollout_kit:several", "--policy", "rollout_kit:slow"]
+    lines = tmp_path / "run/samples.jsonl"
+    with subprocess.Popen([*line, "-k", "20", "--out", "run"], cwd=tmp_path, env=env) as process:
+        until(lambda: process.poll() is not None or (lines.exists() and lines.read_bytes().count(b"\n") >= 2))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert client.list_sandboxes() == []
+    report = Report.load(tmp_path / "run")
+    assert 2 <= len(report.samples) < 60 and report.outcomes == {"passed": len(report.samples)}

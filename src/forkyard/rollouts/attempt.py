@@ -120,6 +120,9 @@ class Runner:
             host = not isinstance(error, WRONG)
             done.failed("infra", f"no copy could be started: {error}", host=host)
             return done
+        except asyncio.CancelledError:
+            await self._client.delete_sandboxes(label)
+            raise
         done.start_s = time.monotonic() - begun
         done.sandbox = info.id
         try:
@@ -328,6 +331,8 @@ class Runner:
     async def _clean_up(self, done: Attempt, info: SandboxInfo, label: dict[str, str]) -> None:
         try:
             done.records = await self._client.audit(info.id, since=info.created_at - 1)
+            await self._client.delete_sandbox(info.id)
+            # What the policy forked of it.
             await self._client.delete_sandboxes(label)
         except ForkyardError as error:
             # They are ephemeral: the next daemon ends them with this process.

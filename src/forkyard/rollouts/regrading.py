@@ -76,9 +76,7 @@ async def aregrade(
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     finally:
-        if client is None:
-            await mine.aio.close()
-            mine.sync.close()
+        await mine.close(client)
     samples = [made.get(at, sample) for at, sample in enumerate(report.samples)]
     return dataclasses.replace(report, samples=samples)
 

@@ -88,9 +88,7 @@ async def aevaluate(
                 await going.go(parallel, board)
             return Report.of(journal, list(tasks), ks, going.transcripts, going.parallel)
     finally:
-        if client is None:
-            await mine.aio.close()
-            mine.sync.close()
+        await mine.close(client)
 
 
 def evaluate(
@@ -140,6 +138,13 @@ class Both:
 
     aio: AsyncClient
     sync: Client
+
+    async def close(self, given: AsyncClient | Client | None) -> None:
+        """Close those that were made here, not the one that was ``given``."""
+        if given is not self.aio:
+            await self.aio.close()
+        if given is not self.sync:
+            self.sync.close()
 
 
 def both(client: AsyncClient | Client | None) -> Both:
