@@ -467,9 +467,10 @@ def test_ctrl_c_keeps_what_ended_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("KIT_BEGUN", str(tmp_path / "begun"))
     env = os.environ | {"FORKYARD_HOME": str(yard.home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    line = [sys.executable, "-m", "forkyard.cli", "eval", "rollout_kit:several", "--policy", "rollout_kit:slow"]
+    line = [sys.executable, "-m", "forkyard.cli", "eval", "rollout_kit:several"]
+    line += ["--policy", "rollout_kit:slow", "-k", "20", "--out", "run"]
     lines = tmp_path / "run/samples.jsonl"
-    with subprocess.Popen([*line, "-k", "20", "--out", "run"], cwd=tmp_path, env=env) as process:
+    with subprocess.Popen(line, cwd=tmp_path, env=env) as process:
         until(lambda: process.poll() is not None or (lines.exists() and lines.read_bytes().count(b"\n") >= 2))
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rollout_samples import sample
 
-from forkyard.rollouts.attempt import loss
 from forkyard.rollouts.contention import Load, contended, starved
 from forkyard.rollouts.episode import Meter, is_async, wants_episode
 from forkyard.rollouts.journal import Memory, open_journal, pack_diff
+from forkyard.rollouts.losses import loss
 from forkyard.rollouts.progress import Board, Progress, shown
 from forkyard.rollouts.report import Report, compare
 from forkyard.rollouts.types import Phases, Task, Verdict

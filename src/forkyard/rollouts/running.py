@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from forkyard.client.sync import Client
 from forkyard.errors import ConflictError, ForkyardError, InvalidRequestError, UnsupportedError
 from forkyard.rollouts import journal as jn
 from forkyard.rollouts.attempt import Attempt, Runner
+from forkyard.rollouts.clients import Both, both, run_sync
 from forkyard.rollouts.keys import digest, policy_version, sample_key, sample_seed, task_digest
 from forkyard.rollouts.prepare import DISK_BUDGET_MB, Prepared, Preparer
 from forkyard.rollouts.progress import Board, OnProgress, shown
@@ -107,54 +107,6 @@ def evaluate(
     return run_sync(
         lambda: aevaluate(tasks, policy, samples, ks, grade, parallel, out, new, fleet, **options)
     )
-
-
-def run_sync(make: Any) -> Any:
-    """The result of a coroutine, on a loop of its own; in a thread where this one has a loop already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(make())
-    result: list[Any] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            result.append(asyncio.run(make()))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=work, name="forkyard-evaluate")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Both:
-    """A client for the run itself, and one for the handles of sync policies."""
-
-    aio: AsyncClient
-    sync: Client
-
-    async def close(self, given: AsyncClient | Client | None) -> None:
-        """Close those that were made here, not the one that was ``given``."""
-        if given is not self.aio:
-            await self.aio.close()
-        if given is not self.sync:
-            self.sync.close()
-
-
-def both(client: AsyncClient | Client | None) -> Both:
-    """Clients of both kinds for the daemon that ``client`` is of."""
-    if client is None:
-        return Both(AsyncClient(), Client())
-    other: Any = Client if isinstance(client, AsyncClient) else AsyncClient
-    twin = other.__new__(other)
-    twin.__setstate__(client.__getstate__())
-    return Both(client, twin) if isinstance(client, AsyncClient) else Both(twin, client)
 
 
 @contextlib.contextmanager
@@ -322,7 +274,7 @@ class _Run:
         task, done = unit.task, tries.last
         key = self._key(task, prepared.digest if prepared else "", unit.sample)
         packed, lost = jn.pack_transcript(done.transcript)
-        commands = [_command(record) for record in done.records]
+        commands = [command_line(record) for record in done.records]
         story = {
             "task": task.id,
             "sample": unit.sample,
@@ -363,7 +315,7 @@ class _Run:
                 cluster=task.cluster or task.id,
                 metadata=task.metadata,
                 episode=episode,
-                trajectory=_trajectory(packed, commands),
+                trajectory=trajectory(packed, commands),
                 suspicions=[_plain(found) for found in done.suspicions],
                 prepared=prepared.snapshot if prepared else None,
             )
@@ -396,11 +348,12 @@ def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
-def _command(record: Any) -> dict[str, Any]:
+def command_line(record: Any) -> dict[str, Any]:
+    """One record of the audit, as an episode's file has it."""
     return {"seq": record.seq, "at": record.time, "kind": record.kind, **record.data}
 
 
-def _trajectory(transcript: bytes, commands: list[dict[str, Any]]) -> str:
+def trajectory(transcript: bytes, commands: list[dict[str, Any]]) -> str:
     """A digest of what the policy returned and ran, and of what that printed."""
     ran = [
         [c.get(name) for name in ("kind", "command", "argv", "code", "exit_code", "stdout_sha256")]
