@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import rollout_kit as kit
+from image_kit import tar_of
 from rollout_kit import Answer, until
+from small_root import write_root
 from yard_home import YardHome, client, yard  # noqa: F401
 
 from forkyard import Client
@@ -24,6 +26,7 @@ from forkyard.errors import ConflictError, InvalidRequestError, NotFoundError
 from forkyard.rollouts import (
     Commands,
     Dockerfile,
+    Image,
     Limits,
     Report,
     Task,
@@ -297,7 +300,23 @@ def test_a_dockerfile_is_a_prepared_state(client: Client, tmp_path: Path) -> Non
         return str(sandbox.shell("pwd; cat /etc/who; id -un").stdout)
 
     report = evaluate([task], policy, client=client)
-    assert report.transcript(report.samples[0]) == "/srv/app\nme\nroot\n" and report.outcomes == {"passed": 1}
+    assert report.outcomes == {"passed": 1}, report.samples[0].message
+    assert report.transcript(report.samples[0]) == "/srv/app\nme\nroot\n"
+
+
+def test_an_image_is_a_prepared_state(client: Client, tmp_path: Path) -> None:  # noqa: F811
+    write_root(tmp_path / "root", programs=True)
+    (tmp_path / "root/etc/made-of").write_text("a tar\n")
+    archive = tar_of(tmp_path / "root", tmp_path / "root.tar")
+    task = kit.task(prepare=Image(str(archive)), files={"given": tmp_path / "root/usr/local/bin/counter"})
+
+    def policy(sandbox: Any, task: Task) -> str:
+        kit.solve(sandbox, task)
+        return str(sandbox.shell("pwd; cat /etc/made-of; test -x given && echo runs", check=True).stdout)
+
+    report = evaluate([task], policy, samples=2, client=client)
+    assert report.outcomes == {"passed": 2}, report.samples[0].message
+    assert report.transcript(report.samples[1]) == "/home/user\na tar\nruns\n"
 
 
 def test_grading_again_needs_no_policy(client: Client, tmp_path: Path) -> None:  # noqa: F811

@@ -322,7 +322,7 @@ class Runner:
         done.suspicions += suspicions.about_records(task, done.records)
         if done.outcome == "sandbox_broken":
             done.suspicions += suspicions.about_loss(done.message, "guest")
-        if done.transcript is not None:
+        if done.transcript is not None and task.metadata.get("canaries"):
             packed, _ = pack_transcript(done.transcript)
             done.suspicions += suspicions.about_text(task, [packed], "the transcript")
 

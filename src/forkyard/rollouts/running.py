@@ -20,6 +20,7 @@ from forkyard.rollouts import journal as jn
 from forkyard.rollouts.attempt import Attempt, Runner
 from forkyard.rollouts.clients import Both, both, run_sync
 from forkyard.rollouts.keys import digest, policy_version, sample_key, sample_seed, task_digest
+from forkyard.rollouts.losses import HOST
 from forkyard.rollouts.prepare import DISK_BUDGET_MB, Prepared, Preparer
 from forkyard.rollouts.progress import Board, OnProgress, shown
 from forkyard.rollouts.report import Report
@@ -236,12 +237,16 @@ class _Run:
         tries = _Tries()
         prepared: Prepared | None = None
         try:
-            async with self._preparer.holding(unit.task) as prepared:
-                await self._tries(unit, prepared, seed, slots, board, tries)
-        except ForkyardError as error:
-            if prepared is not None:
-                raise
-            tries.last.failed("infra", f"preparing: {error}")
+            while prepared is None:
+                try:
+                    async with self._preparer.holding(unit.task) as prepared:
+                        await self._tries(unit, prepared, seed, slots, board, tries)
+                except ForkyardError as error:
+                    if prepared is not None:
+                        raise
+                    tries.last.failed("infra", f"preparing: {error}", host=isinstance(error, HOST))
+                    if not tries.again():
+                        break
         finally:
             ahead.release()
         board.ended(await self._write(unit, prepared, seed, started_at, tries))

@@ -45,13 +45,14 @@ class Slots:
 
 
 async def episodes_at_once(client: AsyncClient, parallel: int | str, wanted: int) -> int:
-    """``parallel``, or for ``"auto"`` what the machine holds, one place left for grading.
+    """``parallel``, or for ``"auto"`` what the machine holds: as many again may wait to be graded,
+    and gradings have copies of their own.
 
     Raises:
         InvalidRequestError: it is neither a positive number nor ``"auto"``.
     """
     if parallel == "auto":
-        fits = (await client.capacity()).fits - 1
+        fits = ((await client.capacity()).fits - gradings_at_once()) // 2
         return max(1, min(fits, EPISODES_PER_CPU * (os.cpu_count() or 1), wanted))
     if not isinstance(parallel, int) or isinstance(parallel, bool) or parallel < 1:
         raise InvalidRequestError(f"parallel is {parallel!r}", hint='give a positive number, or "auto"')
