@@ -177,7 +177,8 @@ class PytestGrader:
         config: The text of pytest's ini file.
         plugins: Of pytest, by module; others are not loaded.
         python: The interpreter that has pytest and what the code needs.
-        user: Whom the code runs as; None is the sandbox's user, or ``nobody`` where that is root.
+        user: Whom the code runs as; None is the task's user, or ``nobody`` (whom the workspace then is
+            given to) where that is root and with ``isolate="process"``.
     """
 
     expected: Sequence[str]
@@ -214,13 +215,14 @@ class PytestGrader:
         return digest_of("pytest", lists, settings, dict(self.env), self.files, *programs)
 
     async def ready(self, grading: Grading) -> None:
-        """Before anything crosses: keep pytest as it is now, out of a build's reach."""
+        """Before anything crosses: find pytest, and keep it as it is where the tests trust it."""
         sandbox: AsyncSandbox = grading.sandbox
         programs = ("supervise.py", "run_tests.py", "isolate.py", "keep.py")
         await sandbox.write_files({f"{DIRECTORY}/{n}": inside(n) for n in programs}, mode=0o644, user="root")
-        # Where nothing that crosses can reach the interpreter's packages, they are used where they are.
-        reached = self.build or self.isolate or any(path.startswith("/") for path in grading.task.paths)
-        words = [self.python, f"{DIRECTORY}/keep.py", DIRECTORY, *(["copy"] if reached else [])]
+        info = await sandbox.get_sandbox()
+        # In a process of their own the tests trust pytest: a build of the agent's must not reach it.
+        copy = ["copy"] if self.isolate and (self.build or grading.task.paths) else []
+        words = [self.python, f"{DIRECTORY}/keep.py", DIRECTORY, info.workdir, *copy]
         script = f"mkdir -p -m 700 {PRIVATE}/tests && chmod 700 {PRIVATE} && exec {shlex.join(words)}"
         env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
         result = await sandbox.shell(script, user="root", env=env)
@@ -236,7 +238,8 @@ class PytestGrader:
         """
         sandbox: AsyncSandbox = grading.sandbox
         info = await sandbox.get_sandbox()
-        user = self.user or grading.task.user or info.user
+        # Beside tests in another process it is one that owns nothing, not even the packages.
+        user = self.user or ("nobody" if self.isolate else grading.task.user or info.user)
         report = f"{PRIVATE}/report-{secrets.token_hex(8)}.jsonl"
         job = {
             "expected": list(self.expected),

@@ -60,10 +60,10 @@ def main() -> None:
     def say(**record):
         pipe.write(json.dumps({"key": key, **record}) + "\n")
 
-    lib = os.path.join(HERE, "lib")
     sys.path = [path for path in sys.path if path not in ("", HERE)]
-    if os.path.isdir(lib):
-        sys.path.insert(0, lib)
+    if job["isolate"]:
+        # After the standard library: -S and -I left nothing else.
+        sys.path.append(job["lib"])
     import pytest
 
     if job["isolate"]:
@@ -89,6 +89,7 @@ def main() -> None:
         "no:cacheprovider",
         "-q",
         "--tb=short",
+        "--color=no",
         "-o",
         "addopts=",
         *plugins,

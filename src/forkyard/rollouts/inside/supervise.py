@@ -27,7 +27,7 @@ def main() -> None:
     with open(os.path.join(HERE, "private", "kept.json")) as file:
         kept = json.load(file)
     uid, gid, home = account(job["user"])
-    if job["user"] == "nobody":
+    if job["user"] == "nobody" and job["workdir"] != "/":
         give(job["workdir"], uid, gid)
     with open(os.path.join(HERE, "pytest.ini"), "w") as file:
         file.write(job["config"])
@@ -66,7 +66,15 @@ def main() -> None:
         **who,
     )
     os.close(into)
-    job = {**job, "key": key, "uid": uid, "gid": gid, "home": home, "python": kept["python"]}
+    job = {
+        **job,
+        "key": key,
+        "uid": uid,
+        "gid": gid,
+        "home": home,
+        "python": kept["python"],
+        "lib": kept["lib"],
+    }
     try:
         child.stdin.write(json.dumps(job).encode())
         child.stdin.close()
