@@ -10,24 +10,8 @@ import shutil
 import sys
 
 # What pytest is made of, in its present and its older versions.
-PARTS = frozenset(
-    [
-        "pytest",
-        "_pytest",
-        "pluggy",
-        "iniconfig",
-        "packaging",
-        "pygments",
-        "exceptiongroup",
-        "tomli",
-        "py",
-        "typing_extensions",
-        "attr",
-        "attrs",
-        "importlib_metadata",
-        "zipp",
-    ]
-)
+PARTS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli", "py"}
+PARTS |= {"typing_extensions", "attr", "attrs", "importlib_metadata", "zipp"}
 
 
 def main() -> None:
