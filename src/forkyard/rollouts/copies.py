@@ -121,7 +121,7 @@ async def real_path(client: AsyncClient, sandbox: str, path: str, *, follow: boo
 
 async def put_files(client: AsyncClient, sandbox: str, files: Mapping[str, str | bytes | Path]) -> None:
     """Write a grader's files as root; a ``Path`` may be a directory, whose content goes there."""
-    inline = {path: _bytes(data) for path, data in files.items() if not isinstance(data, Path)}
+    inline = {path: content(data) for path, data in files.items() if not isinstance(data, Path)}
     if inline:
         await client.write_files(sandbox, inline, mode=0o644, user="root")
     for path, local in files.items():
@@ -129,6 +129,8 @@ async def put_files(client: AsyncClient, sandbox: str, files: Mapping[str, str |
             await client.upload(sandbox, local, path, user="root")
 
 
-def _bytes(data: str | bytes | Path) -> bytes:
-    assert not isinstance(data, Path)
+def content(data: str | bytes | Path) -> bytes:
+    """A file's content; of a ``Path``, what this machine has there."""
+    if isinstance(data, Path):
+        return data.read_bytes()
     return data.encode() if isinstance(data, str) else data

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import posixpath
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
@@ -140,9 +142,9 @@ class CommandGrader:
 
 async def _fresh(sandbox: AsyncSandbox, report: str) -> None:
     """No report is there, and the place for it is root's."""
-    folder = shlex.quote(report.rpartition("/")[0] or "/")
-    script = f"mkdir -p {folder}; rm -rf {shlex.quote(report)}; mkdir -p {PRIVATE}; chmod 700 {PRIVATE}"
-    await sandbox.shell(script, user="root", check=True)
+    await sandbox.make_dir(report.rpartition("/")[0] or "/", user="root")
+    with contextlib.suppress(NotFoundError):
+        await sandbox.remove(report, user="root")
 
 
 async def read_report(sandbox: AsyncSandbox, path: str) -> bytes | None:
@@ -165,7 +167,7 @@ class PytestGrader:
     (``os._exit`` in the code) fails all.
 
     Args:
-        expected: Node ids, relative to the working directory: ``tests/test_x.py::test_y[1]``.
+        expected: Node ids, relative to ``root``: ``tests/test_x.py::test_y[1]``.
         files: Test files, put into the copy as root's after ``build`` has run; path -> content,
             relative to the working directory (with ``isolate="process"``, to a directory of root's).
         build: A command, run as the task's user, before the files arrive.
@@ -173,7 +175,8 @@ class PytestGrader:
             under test. What they import from ``modules`` is called in another process, of the code's
             user, which cannot read the tests; arguments and results are plain data.
         modules: With ``isolate="process"``: what is under test.
-        import_paths: Directories of the code, relative to the working directory.
+        root: Where the tests run, relative to the working directory.
+        import_paths: Directories of the code, relative to ``root``.
         config: The text of pytest's ini file.
         plugins: Of pytest, by module; others are not loaded.
         python: The interpreter that has pytest and what the code needs.
@@ -186,6 +189,7 @@ class PytestGrader:
     build: str | None = None
     isolate: Literal["process"] | None = None
     modules: Sequence[str] = ()
+    root: str = "."
     import_paths: Sequence[str] = (".",)
     config: str = "[pytest]\n"
     plugins: Sequence[str] = ()
@@ -210,7 +214,16 @@ class PytestGrader:
     def key(self) -> str:
         """See ``Grader``."""
         lists = [list(self.expected), list(self.modules), list(self.import_paths), list(self.plugins)]
-        settings = [self.build, self.isolate, self.config, self.python, self.user, self.mode, self.partial]
+        settings = [
+            self.build,
+            self.isolate,
+            self.config,
+            self.python,
+            self.user,
+            self.mode,
+            self.partial,
+            self.root,
+        ]
         programs = [inside(name) for name in ("supervise.py", "run_tests.py", "isolate.py")]
         return digest_of("pytest", lists, settings, dict(self.env), self.files, *programs)
 
@@ -236,16 +249,24 @@ class PytestGrader:
         Raises:
             GraderError: pytest did not start, or refused its arguments.
         """
-        sandbox: AsyncSandbox = grading.sandbox
+        records, output = await self.run(grading.sandbox, grading.task.user, grading.timeout_s)
+        return self._verdict(records, output)
+
+    async def run(
+        self, sandbox: AsyncSandbox, owner: str | None, timeout_s: float | None, paths: Sequence[str] = ()
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Run the expected tests, or with ``paths`` all that are below those; the report's records
+        and the end of the output. :meth:`ready` comes first."""
         info = await sandbox.get_sandbox()
         # Beside tests in another process it is one that owns nothing, not even the packages.
-        user = self.user or ("nobody" if self.isolate else grading.task.user or info.user)
+        user = self.user or ("nobody" if self.isolate else owner or info.user)
         report = f"{PRIVATE}/report-{secrets.token_hex(8)}.jsonl"
         job = {
-            "expected": list(self.expected),
+            "expected": [] if paths else list(self.expected),
+            "paths": list(paths),
             "report": report,
             "user": "nobody" if user in ("root", "0") else user,
-            "workdir": info.workdir,
+            "workdir": posixpath.normpath(posixpath.join(info.workdir, self.root)),
             "isolate": self.isolate,
             "modules": list(self.modules),
             "import_paths": list(self.import_paths),
@@ -253,19 +274,19 @@ class PytestGrader:
             "plugins": list(self.plugins),
             "python": self.python,
             "env": dict(self.env),
-            "timeout_s": grading.timeout_s,
+            "timeout_s": timeout_s,
         }
         path = f"{PRIVATE}/job.json"
         await sandbox.write_file(path, json.dumps(job), 0o600, user="root")
         kept = json.loads(await sandbox.read_file(f"{PRIVATE}/kept.json", user="root"))
         words = [kept["base"], "-I", "-S", f"{DIRECTORY}/supervise.py", path]
-        limit = None if grading.timeout_s is None else grading.timeout_s + 10
+        limit = None if timeout_s is None else timeout_s + 10
         result = await sandbox.exec(words, user="root", timeout_s=limit, max_output=64 << 10)
         raw = await read_report(sandbox, report)
         output = (result.stdout + result.stderr)[-4000:]
         if raw is None:
             raise GraderError(f"the tests were not started: {output.strip()[-1000:]}")
-        return self._verdict([json.loads(line) for line in raw.splitlines()], output)
+        return [json.loads(line) for line in raw.splitlines()], output
 
     def _verdict(self, records: list[dict[str, Any]], output: str) -> Verdict:
         reported: dict[str, dict[str, Any]] = {}

@@ -12,21 +12,22 @@ import contextlib
 import dataclasses
 import posixpath
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from forkyard import errors
 from forkyard.client.aio import AsyncClient
 from forkyard.rollouts.copies import clean_copy, kill, own_copy, put_files, real_path
 from forkyard.rollouts.crossing import Crossed, Rules, cross, replaced, with_pytest_section
-from forkyard.rollouts.graders import GraderError
+from forkyard.rollouts.graders import PRIVATE, GraderError
 from forkyard.rollouts.service import served
 from forkyard.rollouts.suspicions import Suspicion, about_changes, about_grades
 from forkyard.rollouts.types import GradeMode, Grader, Grading, Task, Verdict
 from forkyard.types import Change, Diff, Record, SandboxInfo
 
-__all__ = ["Graded", "GraderError", "grade", "regrade"]
+__all__ = ["Graded", "GraderError", "grade", "grade_files", "regrade"]
 
 # Beyond the grader's own time: making copies, carrying changes over.
 ROOM_S = 120.0
@@ -135,6 +136,32 @@ def _keep(grader: Grader) -> tuple[str, ...]:
     return tuple(getattr(grader, "keep", ()))
 
 
+async def grade_files(
+    client: AsyncClient,
+    task: Task,
+    *,
+    prepared: str,
+    files: Mapping[str, str | bytes | Path | None],
+    timeout_s: float | None = None,
+) -> Graded:
+    """Score files as if an agent had left them (None: had deleted), with no agent's machine at all.
+
+    Raises:
+        GraderError: as ``grade``; also where there is no grader.
+    """
+    if task.grader is None:
+        raise GraderError(f"task {task.id!r} has no grader to grade it with")
+    limit = task.timeouts.grader_s if timeout_s is None else timeout_s
+    async with _deadline(limit + ROOM_S), clean_copy(client, task, prepared) as info:
+        target = _Target(client, task, info)
+        workdir = await real_path(client, info.id, info.workdir, follow=True)
+        changes = [await target.change(workdir, path, data) for path, data in files.items()]
+        diff = replaced(EMPTY, {change.path: change for change in changes})
+        crossed = await target.choose(diff, None)
+        verdict = await target.clean(task.grader, crossed.diff, limit)
+    return Graded(verdict, crossed.diff, crossed.outside, about_changes(task, diff, crossed), crossed.refused)
+
+
 class _Target:
     """The grading copy: a fork of the prepared state that no agent had."""
 
@@ -154,6 +181,26 @@ class _Target:
         if final is not None and not crossed.diff.complete:
             crossed = await self._fetch(crossed, final)
         return crossed
+
+    async def change(self, workdir: str, path: str, data: str | bytes | Path | None) -> Change:
+        """A file that is to be as given, as a change against what is there."""
+        real = await real_path(self.client, self.id, posixpath.join(workdir, path))
+        try:
+            old = await self.client.stat(self.id, real, user="root")
+        except errors.NotFoundError:
+            kind, mode, owner = None, 0o644, await self.client.stat(self.id, workdir, user="root")
+        else:
+            kind, mode, owner = old.type, old.mode, old
+        if data is None:
+            return Change(real, kind or "file", None, kind, mode)
+        raw = (
+            data.read_bytes() if isinstance(data, Path) else data.encode() if isinstance(data, str) else data
+        )
+        if isinstance(data, Path):
+            mode = data.stat().st_mode & 0o777
+        return Change(
+            real, "file", mode, kind, mode if kind else None, len(raw), uid=owner.uid, gid=owner.gid, data=raw
+        )
 
     async def _pyprojects(self, crossed: Crossed) -> Crossed:
         for change in crossed.diff.changes:
@@ -227,6 +274,7 @@ class _Target:
                     why = "took too long" if built.timed_out else f"exited with {built.exit_code}"
                     said = (built.stdout + built.stderr)[-2000:]
                     return Verdict(False, 0.0, f"the build {why}", evidence={"output": said})
+            await self.client.make_dir(self.id, PRIVATE, 0o700, user="root")
             await put_files(self.client, self.id, grader.files)
             left = max(1.0, limit - (time.monotonic() - begun))
             return await grader.grade(self._grading(diff, mode, left, ports))

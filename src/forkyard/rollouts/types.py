@@ -30,14 +30,14 @@ GradeMode = Literal["clean", "final", "service"]
 
 # Never taken from the agent's copy unless a task says otherwise: what decides how tests run.
 PROTECTED = (
-    "tests/**",
-    "test/**",
+    "**/tests/**",
+    "**/test/**",
     "**/test_*.py",
     "**/*_test.py",
     "**/conftest.py",
-    "pytest.ini",
-    "tox.ini",
-    "setup.cfg",
+    "**/pytest.ini",
+    "**/tox.ini",
+    "**/setup.cfg",
 )
 
 
@@ -118,10 +118,21 @@ class Grader(Protocol):
     run's records. ``files`` arrive in the grading copy after ``build`` has run there.
     """
 
-    name: str
-    mode: GradeMode
-    build: str | None
-    files: Mapping[str, str | bytes | Path]
+    @property
+    def name(self) -> str:
+        """What it is called in records."""
+
+    @property
+    def mode(self) -> GradeMode:
+        """How it grades where nobody says otherwise."""
+
+    @property
+    def build(self) -> str | None:
+        """A command of the task's user, before ``files``."""
+
+    @property
+    def files(self) -> Mapping[str, str | bytes | Path]:
+        """What it brings, written as root."""
 
     def key(self) -> str:
         """A digest of what decides the verdict: code, files, expected tests."""

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from forkyard.errors import NotFoundError
-from forkyard.rollouts.suites import harbor, humaneval, mutants
 from forkyard.rollouts.types import Task
 
-SUITES = {"humaneval": humaneval.load, "mutants": mutants.load, "harbor": harbor.load}
+SUITES = ("harbor", "humaneval", "mutants")
 
 __all__ = ["SUITES", "load"]
 
@@ -24,5 +24,7 @@ def load(name: str, **options: Any) -> list[Task]:
     """
     kind, _, argument = name.partition(":")
     if kind not in SUITES:
-        raise NotFoundError(f"there is no suite {kind!r}", hint=f"there are {', '.join(sorted(SUITES))}")
-    return SUITES[kind](*([argument] if argument else []), **options)
+        raise NotFoundError(f"there is no suite {kind!r}", hint=f"there are {', '.join(SUITES)}")
+    suite = importlib.import_module(f"{__name__}.{kind}")
+    tasks: list[Task] = suite.load(*([argument] if argument else []), **options)
+    return tasks
