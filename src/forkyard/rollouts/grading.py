@@ -19,7 +19,7 @@ from typing import Any
 
 from forkyard import errors
 from forkyard.client.aio import AsyncClient
-from forkyard.rollouts.copies import clean_copy, kill, own_copy, put_files, real_path
+from forkyard.rollouts.copies import clean_copy, content, kill, own_copy, put_files, real_path
 from forkyard.rollouts.crossing import Crossed, Rules, cross, replaced, with_pytest_section
 from forkyard.rollouts.graders import PRIVATE, GraderError
 from forkyard.rollouts.service import served
@@ -193,9 +193,7 @@ class _Target:
             kind, mode, owner = old.type, old.mode, old
         if data is None:
             return Change(real, kind or "file", None, kind, mode)
-        raw = (
-            data.read_bytes() if isinstance(data, Path) else data.encode() if isinstance(data, str) else data
-        )
+        raw = content(data)
         if isinstance(data, Path):
             mode = data.stat().st_mode & 0o777
         return Change(
