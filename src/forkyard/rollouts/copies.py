@@ -7,10 +7,11 @@ import contextlib
 import posixpath
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from forkyard import errors
 from forkyard.client.aio import AsyncClient
-from forkyard.rollouts.types import Task
+from forkyard.rollouts.types import Grader, Task
 from forkyard.types import ProcessInfo, SandboxInfo
 
 # A process that starts others while it is being killed is gone after a few rounds.
@@ -26,8 +27,7 @@ async def clean_copy(client: AsyncClient, task: Task, prepared: str) -> AsyncIte
     made = await client.fork(
         prepared,
         env=dict(task.env),
-        egress="deny",
-        egress_allow=[],
+        **_network(task.grader),
         ephemeral=True,
         cpus=limits.cpus,
         mem_mb=limits.mem_mb,
@@ -41,23 +41,27 @@ async def clean_copy(client: AsyncClient, task: Task, prepared: str) -> AsyncIte
 
 @contextlib.asynccontextmanager
 async def own_copy(
-    client: AsyncClient, final: str, keep: Sequence[str] = (), *, kill_others: bool = True
+    client: AsyncClient,
+    final: str,
+    keep: Sequence[str] = (),
+    *,
+    kill_others: bool = True,
+    grader: Grader | None = None,
 ) -> AsyncIterator[SandboxInfo]:
     """A fork of the agent's machine in which only processes with a name in ``keep`` go on.
 
     Where its memory cannot be saved, the copy boots anew from its disk: nothing is kept then.
     """
     given = {
-        "egress": "deny",
-        "egress_allow": [],
+        **_network(grader),
         "ephemeral": True,
         "labels": {"forkyard.rollouts": "grading"},
         "wait_s": WAIT_S,
     }
     try:
-        made = await client.fork(final, **given)  # type: ignore[arg-type]
+        made = await client.fork(final, **given)
     except (errors.ForkError, errors.UnsupportedError):
-        made = await client.fork(final, memory=False, **given)  # type: ignore[arg-type]
+        made = await client.fork(final, memory=False, **given)
     async with _deleted(client, made.forks[0]) as info:
         if kill_others:
             await kill(client, info.id, lambda one: _name(one) in keep)
@@ -73,6 +77,12 @@ async def _deleted(client: AsyncClient, info: SandboxInfo) -> AsyncIterator[Sand
         with contextlib.suppress(errors.ForkyardError, TimeoutError):
             async with asyncio.timeout(CLEAN_UP_S):
                 await client.delete_sandbox(info.id)
+
+
+def _network(grader: Grader | None) -> dict[str, Any]:
+    """What a grading copy reaches: nothing, but for what its grader asks for."""
+    allowed = list(getattr(grader, "egress", ()))
+    return {"egress_allow": allowed} if allowed else {"egress": "deny", "egress_allow": []}
 
 
 def _name(process: ProcessInfo) -> str:

@@ -293,7 +293,7 @@ async def _final(
     client: AsyncClient, task: Task, grader: Grader, final: str, diff: Diff, limit: float
 ) -> Verdict:
     """The verdict in a fork of the agent's own machine, less its processes."""
-    async with own_copy(client, final, _keep(grader)) as info:
+    async with own_copy(client, final, _keep(grader), grader=grader) as info:
         target = _Target(client, task, info)
         if (ready := getattr(grader, "ready", None)) is not None:
             await ready(target._grading(diff, "final", limit))
