@@ -156,7 +156,9 @@ def cross(diff: Diff, rules: Rules) -> Crossed:
         # A directory here that was something else there: what is in it has no place to go.
         if change.old_kind not in (None, change.kind) or change.kind not in KINDS:
             blocked.add(path)
-    chosen += _with_parents(chosen, spare)
+    parents = _with_parents(chosen, spare)
+    outside = [path for path in outside if path not in {one.path for one in parents}]
+    chosen += parents
     return Crossed(_as_diff(chosen, diff), outside, refused, protected)
 
 
