@@ -76,22 +76,20 @@ async def grade(
     limit = task.timeouts.grader_s if timeout_s is None else timeout_s
     grader = task.grader
     mode = mode or (grader.mode if grader else "clean")
-    async with _deadline(limit + ROOM_S), clean_copy(client, task, prepared) as info:
+    async with clean_copy(client, task, prepared) as info, _deadline(limit + ROOM_S):
         target = _Target(client, task, info)
         crossed = await target.choose(whole, final)
         suspicions = about_changes(task, whole, crossed)
-        if grader is None:
-            verdict = Verdict(True, 0.0, "the task has no grader")
-        elif mode == "final":
-            verdict = await _final(client, task, grader, final, crossed.diff, limit)
-        elif mode == "service":
-            async with served(client, final, info.id, getattr(grader, "ports", ()), _keep(grader)) as ports:
-                verdict = await target.verdict(grader, crossed.diff, "service", limit, ports)
-        else:
+        verdict = Verdict(True, 0.0, "the task has no grader")
+        if grader is not None and mode == "clean":
             verdict = await target.clean(grader, crossed.diff, limit)
-    if audit and grader is not None and mode == "clean":
-        async with _deadline(limit + ROOM_S):
-            other = await _final(client, task, grader, final, crossed.diff, limit)
+        elif grader is not None and mode == "service":
+            verdict = await target.service(grader, crossed.diff, limit, final)
+    # With the clean copy gone: two at a time would take the room of two.
+    if grader is not None and mode == "final":
+        verdict = await _final(client, task, grader, final, crossed.diff, limit)
+    elif grader is not None and mode == "clean" and audit:
+        other = await _final(client, task, grader, final, crossed.diff, limit)
         suspicions += about_grades(verdict, other)
     return Graded(verdict, crossed.diff, crossed.outside, suspicions, crossed.refused)
 
@@ -114,7 +112,7 @@ async def regrade(
     if grader is None:
         raise GraderError(f"task {task.id!r} has no grader to grade it with")
     limit = task.timeouts.grader_s if timeout_s is None else timeout_s
-    async with _deadline(limit + ROOM_S), clean_copy(client, task, prepared) as info:
+    async with clean_copy(client, task, prepared) as info, _deadline(limit + ROOM_S):
         target = _Target(client, task, info)
         crossed = await target.choose(diff, None)
         verdict = await target.clean(grader, crossed.diff, limit)
@@ -152,7 +150,7 @@ async def grade_files(
     if task.grader is None:
         raise GraderError(f"task {task.id!r} has no grader to grade it with")
     limit = task.timeouts.grader_s if timeout_s is None else timeout_s
-    async with _deadline(limit + ROOM_S), clean_copy(client, task, prepared) as info:
+    async with clean_copy(client, task, prepared) as info, _deadline(limit + ROOM_S):
         target = _Target(client, task, info)
         workdir = await real_path(client, info.id, info.workdir, follow=True)
         changes = [await target.change(workdir, path, data) for path, data in files.items()]
@@ -243,8 +241,7 @@ class _Target:
 
     async def clean(self, grader: Grader, diff: Diff, limit: float) -> Verdict:
         """Bring the changes in, build, and grade."""
-        if (ready := getattr(grader, "ready", None)) is not None:
-            await ready(self._grading(diff, "clean", limit))
+        await self.ready(grader, diff, "clean", limit)
         large = [change for change in diff.changes if change.data and len(change.data) > 4 << 20]
         small = replaced(diff, dict.fromkeys(one.path for one in large))
         await self.client.apply(self.id, small, user="root")
@@ -253,6 +250,18 @@ class _Target:
             owner = f"{change.uid}:{change.gid}"
             await self.client.exec(self.id, ["chown", owner, "--", change.path], user="root", check=True)
         return await self.verdict(grader, diff, "clean", limit)
+
+    async def service(self, grader: Grader, diff: Diff, limit: float, final: str) -> Verdict:
+        """Grade the servers of a fork of ``final``, through this copy's own loopback."""
+        await self.ready(grader, diff, "service", limit)
+        ports = getattr(grader, "ports", ())
+        async with served(self.client, final, self.id, ports, _keep(grader)) as urls:
+            return await self.verdict(grader, diff, "service", limit, urls)
+
+    async def ready(self, grader: Grader, diff: Diff, mode: GradeMode, limit: float) -> None:
+        """Let the grader look at the copy before anything changes in it, if it wants to."""
+        if (ready := getattr(grader, "ready", None)) is not None:
+            await ready(self._grading(diff, mode, limit))
 
     def _grading(self, diff: Diff, mode: GradeMode, limit: float, ports: Any = None) -> Grading:
         handle = self.client.sandbox(self.id)
@@ -293,9 +302,9 @@ async def _final(
     client: AsyncClient, task: Task, grader: Grader, final: str, diff: Diff, limit: float
 ) -> Verdict:
     """The verdict in a fork of the agent's own machine, less its processes."""
-    async with own_copy(client, final, _keep(grader), grader=grader) as info:
+    copy = own_copy(client, final, _keep(grader), grader=grader)
+    async with copy as info, _deadline(limit + ROOM_S):
         target = _Target(client, task, info)
-        if (ready := getattr(grader, "ready", None)) is not None:
-            await ready(target._grading(diff, "final", limit))
+        await target.ready(grader, diff, "final", limit)
         verdict = await target.verdict(grader, diff, "final", limit)
     return dataclasses.replace(verdict, trusted=False)
