@@ -14,7 +14,8 @@ from forkyard.client.aio import AsyncClient
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cheaters.py"
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.net]
+# Thirty-eight machines, on whatever else is going on.
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.net, pytest.mark.timeout(1800)]
 
 
 def test_cheats_score_0_and_honest_work_scores_1(yard: YardHome, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
