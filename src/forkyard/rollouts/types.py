@@ -30,14 +30,14 @@ GradeMode = Literal["clean", "final", "service"]
 
 # Never taken from the agent's copy unless a task says otherwise: what decides how tests run.
 PROTECTED = (
-    "tests/**",
-    "test/**",
+    "**/tests/**",
+    "**/test/**",
     "**/test_*.py",
     "**/*_test.py",
     "**/conftest.py",
-    "pytest.ini",
-    "tox.ini",
-    "setup.cfg",
+    "**/pytest.ini",
+    "**/tox.ini",
+    "**/setup.cfg",
 )
 
 
@@ -118,10 +118,21 @@ class Grader(Protocol):
     run's records. ``files`` arrive in the grading copy after ``build`` has run there.
     """
 
-    name: str
-    mode: GradeMode
-    build: str | None
-    files: Mapping[str, str | bytes | Path]
+    @property
+    def name(self) -> str:
+        """What it is called in records."""
+
+    @property
+    def mode(self) -> GradeMode:
+        """How it grades where nobody says otherwise."""
+
+    @property
+    def build(self) -> str | None:
+        """A command of the task's user, before ``files``."""
+
+    @property
+    def files(self) -> Mapping[str, str | bytes | Path]:
+        """What it brings, written as root."""
 
     def key(self) -> str:
         """A digest of what decides the verdict: code, files, expected tests."""
@@ -133,13 +144,15 @@ class Grader(Protocol):
 @dataclass(frozen=True, slots=True)
 class Grading:
     """What a grader gets: ``sandbox``, a handle (async) on the grading copy; the task; the diff
-    that crossed; and in ``service`` mode ``ports``, the frozen final copy's by number."""
+    that crossed; in ``service`` mode ``ports``, the frozen final copy's by number; and how many
+    seconds its commands may take in all."""
 
     sandbox: Any
     task: Task
     diff: Diff
     mode: GradeMode
     ports: Mapping[int, str] = field(default_factory=dict)
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +172,10 @@ class Task(Record):
         egress: Rules for the policy's copy (``("@pip",)``); empty is closed.
         env: Of every command.
         cluster: Tasks of one cluster are not independent (mutants of one package); None is the task.
-        metadata: Plain data, carried to the report.
+        metadata: Plain data, carried to the report. ``canaries`` (texts that decoy files hold) and
+            ``sources`` (globs of hosts that serve the answer) are read for suspicions.
+        oracle: What solves it, for ``validate``: files (None deletes one), or a callable that is
+            given the sandbox's async handle and the task. No episode ever sees it.
     """
 
     id: str
@@ -176,6 +192,7 @@ class Task(Record):
     timeouts: Timeouts = Timeouts()
     cluster: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    oracle: Mapping[str, str | bytes | Path | None] | Callable[..., Awaitable[Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
