@@ -48,7 +48,7 @@ def test_beam_finds_the_number(client: Client, source: str, way: Any) -> None:  
     if way != "auto":
         other = "rewind" if way == "fork" else "fork"
         # Where only rewinds are wanted, forks make the sandboxes that are rewound.
-        assert len(done.returns[other]) <= (4 if way == "rewind" else 0)
+        assert len(done.returns[other]) <= (8 if way == "rewind" else 0)
     left(client, done, source)
 
 

@@ -132,7 +132,8 @@ class Search:
 
     def open(self, node: Node) -> bool:
         """Whether something may be tried from this node."""
-        return not node.ended and node.state is not None and node.depth < self.depth
+        there = node.state is not None or node in self._states.lost
+        return there and not node.ended and node.depth < self.depth
 
     async def actions(self, node: Node) -> list[Any]:
         """What ``propose`` names."""
@@ -296,7 +297,9 @@ class Search:
         if not self.parallel:
             fits = (await self._client.capacity(self._source)).fits
             self.parallel = max(1, min(os.cpu_count() or 1, fits))
-        self._states = States(self._client, self._source, self._costs, self.parallel, self.budget.memory_mb)
+        self._states = States(
+            self._client, self._source, self._costs, self.parallel, self.budget.memory_mb, self._apply
+        )
         try:
             await self._states.open(self.root)
             self.parallel = self._states.parallel
@@ -347,7 +350,7 @@ class Search:
         marks = []
         for mark in self._marks:
             node = mark.node
-            if node is not None and node.state is not None and node not in words:
+            if node is not None and node not in words:
                 copy = await self._states.copy_of(node)
                 try:
                     words[node] = _word(await self._calls.on_sandbox(check, copy.id))
@@ -358,7 +361,7 @@ class Search:
         return marks
 
     async def _left(self) -> SandboxInfo | None:
-        if self.best is None or self.best.state is None or not self.options.get("keep", True):
+        if self.best is None or not self.options.get("keep", True):
             return None
         return await self._states.hand_over(self.best, self._forker)
 

@@ -45,16 +45,26 @@ class States:
         source: A sandbox, snapshot, checkpoint or template.
         parallel: How many sandboxes may work at a time.
         memory_mb: What sandboxes and kept states may take together.
+        apply: Does an action in a sandbox: what was lost is done again.
     """
 
     def __init__(
-        self, client: AsyncClient, source: str, costs: Costs, parallel: int, memory_mb: float | None
+        self,
+        client: AsyncClient,
+        source: str,
+        costs: Costs,
+        parallel: int,
+        memory_mb: float | None,
+        apply: Callable[[str, Any], Awaitable[Any]],
     ) -> None:
         self.client = client
         self.source = source
         self.costs = costs
         self.parallel = parallel
         self.memory_mb = memory_mb
+        # Nodes whose state went with the sandbox that held it, though somebody may return there.
+        self.lost: set[Node] = set()
+        self._apply = apply
         self.box_mb = 0.0
         self.saved_mb: dict[Node, float] = {}
         self.peak = 0
@@ -159,7 +169,7 @@ class States:
         return box, "fork"
 
     async def _rewind(self, box: Box, node: Node) -> bool:
-        """False if the sandbox is gone; states that only it held are then gone with it."""
+        """False if the sandbox is gone."""
         box.busy = True
         begun = time.perf_counter()
         try:
@@ -183,13 +193,33 @@ class States:
         return False
 
     async def _fork(self, node: Node) -> Box:
-        if node.state is None:
-            raise SandboxLostError("the state is gone with the sandbox that held it", cause="guest")
+        await self._restore(node)
+        assert node.state is not None
         done = await self.client.fork(node.state, 1, ephemeral=True, **self._inherit)
         box = Box(done.forks[0].id, temporary=len(self._boxes) >= self.parallel)
         self._boxes.append(box)
         self.peak = max(self.peak, len(self._boxes))
         return box
+
+    async def _restore(self, node: Node) -> None:
+        """Reach a lost state once more, from the nearest one above that is still there."""
+        if node not in self.lost:
+            return
+        above, actions = node, []
+        while above.state is None:
+            assert above.parent is not None
+            actions.append(above.action)
+            above = above.parent
+        done = await self.client.fork(above.state, 1, ephemeral=True, **self._inherit)
+        sandbox = done.forks[0].id
+        for action in reversed(actions):
+            await self._apply(sandbox, action)
+        kept = await self.client.snapshot(sandbox, labels=self._mark)
+        self._snapshots.add(kept.id)
+        node.state = kept.id
+        self.saved_mb[node] = kept.size_bytes / (1 << 20)
+        self.lost.discard(node)
+        await self.client.delete_sandbox(sandbox)
 
     def _holds_a_state(self, box: Box) -> bool:
         return any(node.state == kept for node, kept in box.copies.items())
@@ -221,6 +251,7 @@ class States:
 
     async def free(self, node: Node) -> None:
         """Nobody returns to this state: delete whatever holds it."""
+        self.lost.discard(node)
         if node.state is None:
             return
         state, node.state = node.state, None
@@ -259,6 +290,7 @@ class States:
         for node, kept in box.copies.items():
             if node.state == kept:
                 node.state = None
+                self.lost.add(node)
                 self.saved_mb.pop(node, None)
         begun = time.perf_counter()
         with contextlib.suppress(NotFoundError):
@@ -270,11 +302,13 @@ class States:
 
     async def copy_of(self, node: Node) -> SandboxInfo:
         """An ephemeral copy, for a check; the caller deletes it."""
+        await self._restore(node)
         assert node.state is not None
         return (await self.client.fork(node.state, 1, ephemeral=True, **self._inherit)).forks[0]
 
     async def hand_over(self, node: Node, forker: Forker) -> SandboxInfo:
         """A copy that stays when the search's own sandboxes and states are gone."""
+        await self._restore(node)
         labels = {key: value for key, value in self._inherit["labels"].items() if key != LABEL}
         chosen = {**self._inherit, "labels": labels, "ephemeral": self._kept_ephemeral}
         assert node.state is not None
