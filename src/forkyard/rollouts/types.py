@@ -133,13 +133,15 @@ class Grader(Protocol):
 @dataclass(frozen=True, slots=True)
 class Grading:
     """What a grader gets: ``sandbox``, a handle (async) on the grading copy; the task; the diff
-    that crossed; and in ``service`` mode ``ports``, the frozen final copy's by number."""
+    that crossed; in ``service`` mode ``ports``, the frozen final copy's by number; and how many
+    seconds its commands may take in all."""
 
     sandbox: Any
     task: Task
     diff: Diff
     mode: GradeMode
     ports: Mapping[int, str] = field(default_factory=dict)
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,10 @@ class Task(Record):
         egress: Rules for the policy's copy (``("@pip",)``); empty is closed.
         env: Of every command.
         cluster: Tasks of one cluster are not independent (mutants of one package); None is the task.
-        metadata: Plain data, carried to the report.
+        metadata: Plain data, carried to the report. ``canaries`` (texts that decoy files hold) and
+            ``sources`` (globs of hosts that serve the answer) are read for suspicions.
+        oracle: What solves it, for ``validate``: files (None deletes one), or a callable that is
+            given the sandbox's async handle and the task. No episode ever sees it.
     """
 
     id: str
@@ -176,6 +181,7 @@ class Task(Record):
     timeouts: Timeouts = Timeouts()
     cluster: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    oracle: Mapping[str, str | bytes | Path | None] | Callable[..., Awaitable[Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

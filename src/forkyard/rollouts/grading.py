@@ -1,0 +1,255 @@
+"""Scoring what an agent left, where the agent cannot reach.
+
+``clean``: its changes, by content from the disk's layers, cross into a fork of the state it was
+given. ``final``: a fork of its own machine, less its processes. ``service``: a clean fork, in which
+ports lead to a fork of its machine. The grader's files exist in no copy that the agent had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import posixpath
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from forkyard import errors
+from forkyard.client.aio import AsyncClient
+from forkyard.rollouts.copies import clean_copy, kill, own_copy, put_files, real_path
+from forkyard.rollouts.crossing import Crossed, Rules, cross, replaced, with_pytest_section
+from forkyard.rollouts.graders import GraderError
+from forkyard.rollouts.service import served
+from forkyard.rollouts.suspicions import Suspicion, about_changes, about_grades
+from forkyard.rollouts.types import GradeMode, Grader, Grading, Task, Verdict
+from forkyard.types import Change, Diff, Record, SandboxInfo
+
+__all__ = ["Graded", "GraderError", "grade", "regrade"]
+
+# Beyond the grader's own time: making copies, carrying changes over.
+ROOM_S = 120.0
+# Content that a diff does not carry is fetched up to so much in all.
+MAX_FETCHED = 512 << 20
+EMPTY = Diff([], [], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Graded(Record):
+    """A verdict and what it rests on: ``diff`` is what crossed (or would have), with content;
+    ``outside`` are paths that changed beyond the task's; ``refused`` says why others stayed."""
+
+    verdict: Verdict
+    diff: Diff
+    outside: list[str]
+    suspicions: list[Suspicion]
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+async def grade(
+    client: AsyncClient,
+    task: Task,
+    *,
+    prepared: str,
+    final: str,
+    mode: GradeMode | None = None,
+    timeout_s: float | None = None,
+    audit: bool = False,
+) -> Graded:
+    """Score the state of the sandbox ``final``, which started from ``prepared``.
+
+    Args:
+        mode: None is the grader's own.
+        timeout_s: For the grader's commands, build included; None is the task's.
+        audit: Also grade in ``final`` mode, and say where the two differ.
+
+    Raises:
+        GraderError: the grader itself failed. SandboxLostError: ``final`` is gone, or a grading copy
+        was lost by the host. Other ForkyardErrors as they come: nothing is retried here.
+    """
+    try:
+        whole = await client.diff(final, since=prepared)
+    except errors.CapacityError as error:
+        return Graded(Verdict(False, 0.0, f"too much changed: {error.message}"), EMPTY, [], [])
+    limit = task.timeouts.grader_s if timeout_s is None else timeout_s
+    grader = task.grader
+    mode = mode or (grader.mode if grader else "clean")
+    async with _deadline(limit + ROOM_S), clean_copy(client, task, prepared) as info:
+        target = _Target(client, task, info)
+        crossed = await target.choose(whole, final)
+        suspicions = about_changes(task, whole, crossed)
+        if grader is None:
+            verdict = Verdict(True, 0.0, "the task has no grader")
+        elif mode == "final":
+            verdict = await _final(client, task, grader, final, crossed.diff, limit)
+        elif mode == "service":
+            async with served(client, final, info.id, getattr(grader, "ports", ()), _keep(grader)) as ports:
+                verdict = await target.verdict(grader, crossed.diff, "service", limit, ports)
+        else:
+            verdict = await target.clean(grader, crossed.diff, limit)
+    if audit and grader is not None and mode == "clean":
+        async with _deadline(limit + ROOM_S):
+            other = await _final(client, task, grader, final, crossed.diff, limit)
+        suspicions += about_grades(verdict, other)
+    return Graded(verdict, crossed.diff, crossed.outside, suspicions, crossed.refused)
+
+
+async def regrade(
+    client: AsyncClient,
+    task: Task,
+    *,
+    prepared: str,
+    diff: Diff,
+    grader: Grader | None = None,
+    timeout_s: float | None = None,
+) -> Graded:
+    """Score a diff that was kept, with ``grader`` (default: the task's), in ``clean`` mode.
+
+    Raises:
+        GraderError: as ``grade``; also where there is no grader at all.
+    """
+    grader = grader or task.grader
+    if grader is None:
+        raise GraderError(f"task {task.id!r} has no grader to grade it with")
+    limit = task.timeouts.grader_s if timeout_s is None else timeout_s
+    async with _deadline(limit + ROOM_S), clean_copy(client, task, prepared) as info:
+        target = _Target(client, task, info)
+        crossed = await target.choose(diff, None)
+        verdict = await target.clean(grader, crossed.diff, limit)
+    return Graded(verdict, crossed.diff, crossed.outside, about_changes(task, diff, crossed), crossed.refused)
+
+
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        if isinstance(error, errors.ForkyardError):
+            raise
+        raise GraderError(f"grading was not done after {seconds:.0f} s") from None
+
+
+def _keep(grader: Grader) -> tuple[str, ...]:
+    return tuple(getattr(grader, "keep", ()))
+
+
+class _Target:
+    """The grading copy: a fork of the prepared state that no agent had."""
+
+    def __init__(self, client: AsyncClient, task: Task, info: SandboxInfo) -> None:
+        self.client = client
+        self.task = task
+        self.info = info
+        self.id = info.id
+
+    async def choose(self, whole: Diff, final: str | None) -> Crossed:
+        """What of the diff crosses."""
+        workdir = await real_path(self.client, self.id, self.info.workdir, follow=True)
+        rules = Rules(workdir, self.task.paths, self.task.protected)
+        crossed = cross(whole, rules)
+        if rules.pytest_section:
+            crossed = await self._pyprojects(crossed)
+        if final is not None and not crossed.diff.complete:
+            crossed = await self._fetch(crossed, final)
+        return crossed
+
+    async def _pyprojects(self, crossed: Crossed) -> Crossed:
+        for change in crossed.diff.changes:
+            if posixpath.basename(change.path) != "pyproject.toml" or not change.content:
+                continue
+            ours = None
+            with contextlib.suppress(errors.NotFoundError, errors.ConflictError):
+                ours = await self.client.read_file(self.id, change.path, user="root")
+            theirs = change.data if change.kind == "file" and change.mode is not None else None
+            merged = theirs and with_pytest_section(theirs, ours)
+            if merged == theirs and theirs is not None:
+                continue
+            if merged is None:
+                # Also where it was deleted or is a link now: it cannot be without its section.
+                if theirs is None and ours is not None and with_pytest_section(b"", ours) == b"":
+                    continue
+                crossed.refused[change.path] = "its pytest section cannot be told apart"
+            crossed.protected.append(change.path)
+            new = merged and dataclasses.replace(change, data=merged, size=len(merged))
+            crossed = dataclasses.replace(crossed, diff=replaced(crossed.diff, {change.path: new or None}))
+        return crossed
+
+    async def _fetch(self, crossed: Crossed, final: str) -> Crossed:
+        """Content that was too large for the diff. It is read through the agent's machine, which
+        may say anything: it is its own submission."""
+        room = MAX_FETCHED
+        others: dict[str, Change | None] = {}
+        for change in crossed.diff.changes:
+            if not change.omitted:
+                continue
+            room -= change.size
+            data = None
+            if room >= 0 and not change.raw_path:
+                with contextlib.suppress(errors.NotFoundError):
+                    data = await self.client.read_file(final, change.path, user="root")
+            if data is None:
+                crossed.refused[change.path] = "too large to carry over"
+                others[change.path] = None
+            else:
+                others[change.path] = dataclasses.replace(change, data=data, size=len(data), omitted=False)
+        return dataclasses.replace(crossed, diff=replaced(crossed.diff, others))
+
+    async def clean(self, grader: Grader, diff: Diff, limit: float) -> Verdict:
+        """Bring the changes in, build, and grade."""
+        if (ready := getattr(grader, "ready", None)) is not None:
+            await ready(self._grading(diff, "clean", limit))
+        large = [change for change in diff.changes if change.data and len(change.data) > 4 << 20]
+        small = replaced(diff, dict.fromkeys(one.path for one in large))
+        await self.client.apply(self.id, small, user="root")
+        for change in large:
+            await self.client.write_file(self.id, change.path, change.data or b"", change.mode, user="root")
+            owner = f"{change.uid}:{change.gid}"
+            await self.client.exec(self.id, ["chown", owner, "--", change.path], user="root", check=True)
+        return await self.verdict(grader, diff, "clean", limit)
+
+    def _grading(self, diff: Diff, mode: GradeMode, limit: float, ports: Any = None) -> Grading:
+        handle = self.client.sandbox(self.id)
+        return Grading(handle, self.task, diff, mode, ports or {}, limit)
+
+    async def verdict(
+        self, grader: Grader, diff: Diff, mode: GradeMode, limit: float, ports: Any = None
+    ) -> Verdict:
+        """Build, bring the grader's files, and grade. What the build leaves running is killed first."""
+        begun = time.monotonic()
+        try:
+            if grader.build:
+                before = await self._processes()
+                built = await self.client.shell(self.id, grader.build, user=self.task.user, timeout_s=limit)
+                await kill(self.client, self.id, lambda one: (one.pid, one.command) in before)
+                if not built.ok:
+                    why = "took too long" if built.timed_out else f"exited with {built.exit_code}"
+                    said = (built.stdout + built.stderr)[-2000:]
+                    return Verdict(False, 0.0, f"the build {why}", evidence={"output": said})
+            await put_files(self.client, self.id, grader.files)
+            left = max(1.0, limit - (time.monotonic() - begun))
+            return await grader.grade(self._grading(diff, mode, left, ports))
+        except errors.SandboxLostError as error:
+            if error.sandbox in (None, self.id) and error.cause == "guest":
+                return Verdict(False, 0.0, f"what was graded destroyed its machine: {error.message}")
+            raise
+        except (GraderError, errors.ForkyardError, TimeoutError):
+            raise
+        except Exception as error:
+            raise GraderError(f"{grader.name}: {type(error).__name__}: {error}") from error
+
+    async def _processes(self) -> set[tuple[int, str]]:
+        return {(one.pid, one.command) for one in await self.client.processes(self.id)}
+
+
+async def _final(
+    client: AsyncClient, task: Task, grader: Grader, final: str, diff: Diff, limit: float
+) -> Verdict:
+    """The verdict in a fork of the agent's own machine, less its processes."""
+    async with own_copy(client, final, _keep(grader)) as info:
+        target = _Target(client, task, info)
+        if (ready := getattr(grader, "ready", None)) is not None:
+            await ready(target._grading(diff, "final", limit))
+        verdict = await target.verdict(grader, diff, "final", limit)
+    return dataclasses.replace(verdict, trusted=False)
