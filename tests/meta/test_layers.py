@@ -28,7 +28,7 @@ MAY: dict[str, set[str]] = {
     "daemon": YARD | {"setup"},
     "client": GROUND,
     **{part: GROUND | {"client"} for part in ABOVE},
-    "cli": GROUND | {"client", "setup", "host", "audit"},
+    "cli": GROUND | {"client", "rollouts", "setup", "host", "audit"},
 }
 # The package itself offers the client's names (loaded when first used).
 MAY[""] = GROUND | {"client"}

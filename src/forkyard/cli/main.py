@@ -52,6 +52,10 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "snapshots": ("snapshots", "List or delete snapshots."),
         "template": ("templates", "Build, pull, list or delete templates."),
     },
+    "Rollouts": {
+        "eval": ("evaluating", "Run a policy over a suite of tasks, or show a run's report."),
+        "rollout": ("evaluating", "Run a policy once on one task."),
+    },
     "Watch": {
         "top": ("watching", "Show what each sandbox uses."),
         "audit": ("watching", "Read or verify the audit log."),

@@ -203,7 +203,10 @@ class Sample(Record):
 
     ``key`` identifies what was run (task, prepared snapshot, policy, limits, number).
     ``transcript`` and ``diff`` name files in the run's directory, None where there are none.
-    ``audit`` is the first and last sequence number of the episode's records.
+    ``audit`` is the first and last sequence number of the episode's records. ``episode`` names the
+    file of its log and commands, ``trajectory`` is a digest of what the policy did: the same in two
+    samples of a task means that they are one. ``suspicions`` are the grading's, as plain data,
+    ``prepared`` is the snapshot that it started from.
     """
 
     task: str
@@ -224,6 +227,10 @@ class Sample(Record):
     audit: tuple[int, int] | None
     cluster: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    episode: str | None = None
+    trajectory: str | None = None
+    suspicions: Sequence[Mapping[str, Any]] = ()
+    prepared: str | None = None
 
     @property
     def valid(self) -> bool:

@@ -280,8 +280,12 @@ class Lifecycle:
             if box is None or box.id != box_id or sandbox.doc.state != "running":
                 return
             cause, why = _cause(box, error)
+            oom = box.cgroup is not None and bool(box.cgroup.oom_kills())
             await self.release(sandbox)
             if sandbox.doc.ephemeral:
+                # Its row goes with it: the audit is where its owner can read why.
+                lost = {"code": SandboxLostError.code, "message": why, "cause": cause, "oom": oom}
+                await self.context.record("sandbox.failed", None, sandbox.id, **lost)
                 await self._delete_locked(sandbox, None)
             else:
                 await self._fail(sandbox, SandboxLostError(why, cause=cause, sandbox=sandbox.id), cause)

@@ -91,15 +91,17 @@ class Recovery:
 
     async def _lost(self, sandbox: Sandbox) -> None:
         """It ran when the last daemon did, and does not now: the host's doing, or nobody saw whose."""
-        if sandbox.doc.ephemeral:
-            await self.lifecycle.delete(sandbox, None)
-            return
         same_boot = sandbox.doc.machine and sandbox.doc.machine.get("boot_id") == process.boot_id()
         cause, why = (
             ("unknown", "it ended while no daemon watched")
             if same_boot
             else ("host", "the host was restarted")
         )
+        if sandbox.doc.ephemeral:
+            lost = {"code": SandboxLostError.code, "message": why, "cause": cause}
+            await self.context.record("sandbox.failed", None, sandbox.id, **lost)
+            await self.lifecycle.delete(sandbox, None)
+            return
         sandbox.doc.box, sandbox.doc.machine = "", None
         await self.lifecycle._fail(sandbox, SandboxLostError(why, cause=cause, sandbox=sandbox.id), cause)
 

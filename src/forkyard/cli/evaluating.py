@@ -1,0 +1,204 @@
+"""``forkyard eval`` and ``forkyard rollout``: a policy over tasks, and what it came to."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forkyard.cli.app import App, note, pass_app
+from forkyard.cli.output import print_fields
+from forkyard.cli.params import json_option
+from forkyard.errors import InvalidRequestError, NotFoundError
+
+if TYPE_CHECKING:
+    from forkyard.rollouts import Report, Task
+
+POLICY = click.option("--policy", required=True, metavar="MODULE:NAME",
+                      help="What acts: a function of (episode) or (sandbox, task), sync or async.")
+GRADE = click.option("--grade", type=click.Choice(["clean", "final", "service"]),
+                     help="How to grade, instead of as each task says.")
+OUT = click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+                   help="The run's directory; an interrupted run goes on there.")
+
+
+class _Eval(click.Group):
+    """``eval SUITE ...`` is ``eval run SUITE ...``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("eval", cls=_Eval)
+def eval_verb() -> None:
+    """Run a policy over a suite of tasks (eval SUITE), or read what a run came to (eval report)."""
+
+
+@eval_verb.command("run", epilog="""\b
+Examples:
+  forkyard eval humaneval --policy agent:solve -k 4 --out runs/first
+  forkyard eval ./my-tasks --policy agent:solve --out runs/mine --html mine.html
+  forkyard eval report runs/first""")
+@click.argument("suite", metavar="SUITE")
+@POLICY
+@click.option("-k", "samples", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+              help="Samples of each task; the report gives pass@1 and pass@N.")
+@OUT
+@click.option("--new", is_flag=True, help="Begin again; what DIR holds is set aside within it.")
+@click.option("-j", "--parallel", type=click.IntRange(min=1), metavar="N",
+              help="Episodes at a time (default: what the machine holds).")
+@GRADE
+@click.option("--only", multiple=True, metavar="TASK", help="Only this task of the suite. Repeatable.")
+@click.option("--policy-version", metavar="TEXT", help="Part of each sample's key, in place of a digest "
+                                                       "of the policy's source.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also write the report as one page.")
+@json_option("Print the report as JSON.")
+@pass_app
+def run_verb(
+    app: App, suite: str, policy: str, samples: int, out: Path | None, new: bool, parallel: int | None,
+    grade: Any, only: tuple[str, ...], policy_version: str | None, html: Path | None, as_json: bool,
+) -> None:
+    """Run a policy over the tasks of SUITE, each sample in a fresh fork, and print the report.
+
+    SUITE is humaneval, mutants, a directory of Harbor or Terminal-Bench tasks, or MODULE:NAME, a
+    list of tasks or a function that returns one. Modules are also looked for in the present directory.
+    """
+    from forkyard.rollouts import evaluate
+
+    tasks = _tasks(suite)
+    if only:
+        tasks = [_named(tasks, name) for name in only]
+    report = evaluate(tasks, _policy(policy), samples, tuple(sorted({1, samples})), grade,
+                      parallel or "auto", out, new, client=app.client, version=policy_version,
+                      progress=True)
+    _print(report, html, as_json)
+
+
+@eval_verb.command("report", epilog="""\b
+Examples:
+  forkyard eval report runs/first
+  forkyard eval report runs/first -k 1 -k 4 --html first.html
+  forkyard eval report runs/first --json | jq .score""")
+@click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("-k", "ks", type=click.IntRange(min=1), multiple=True, metavar="K",
+              help="A k of pass@k and pass^k (default 1). Repeatable.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also write it as one page.")
+@json_option("Print it as JSON.")
+@pass_app
+def report_verb(app: App, run: Path, ks: tuple[int, ...], html: Path | None, as_json: bool) -> None:
+    """Show what a run in DIR came to; it may still go on."""
+    from forkyard.rollouts import Report
+
+    _print(Report.load(run, ks or (1,)), html, as_json)
+
+
+@click.command("rollout", epilog="""\b
+Examples:
+  forkyard rollout humaneval::HumanEval/0 --policy agent:solve
+  forkyard rollout tasks:one --policy agent:solve --html episode.html""")
+@click.argument("task", metavar="TASK")
+@POLICY
+@GRADE
+@OUT
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also write commands, diff and verdict as one page.")
+@json_option("Print the sample as JSON.")
+@pass_app
+def rollout_verb(
+    app: App, task: str, policy: str, grade: Any, out: Path | None, html: Path | None, as_json: bool
+) -> int:
+    """Run a policy once on TASK and print how it ended; the exit code is 1 unless it passed.
+
+    TASK is SUITE::ID, or a suite (see eval) of a single task.
+    """
+    from forkyard.rollouts import evaluate
+
+    suite, found, name = task.partition("::")
+    tasks = _tasks(suite)
+    if not found and len(tasks) != 1:
+        raise InvalidRequestError(
+            f"{suite} has {len(tasks)} tasks", hint=f"name one: {suite}::{tasks[0].id if tasks else 'ID'}"
+        )
+    chosen = _named(tasks, name) if found else tasks[0]
+    report = evaluate([chosen], _policy(policy), grade=grade, out=out, client=app.client, progress=False)
+    if html is not None:
+        report.to_html(html)
+    sample = report.samples[0]
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode(sample, enc_hook=str).decode())
+    else:
+        for command in report.episode(sample)["commands"]:
+            if command["kind"] in ("exec", "code"):
+                said = command.get("command") or command.get("argv") or command.get("code")
+                note(f"[{command.get('exit_code')}] {said}")
+        phases = sample.phases
+        times = f"start {phases.start_s:.2f}, policy {phases.policy_s:.2f}, grade {phases.grade_s:.2f}"
+        print_fields([("task", sample.task), ("outcome", sample.outcome), ("reward", f"{sample.reward:g}"),
+                      ("message", sample.message), ("seconds", times)])
+    return 0 if sample.outcome == "passed" else 1
+
+
+def _print(report: Report, html: Path | None, as_json: bool) -> None:
+    if html is not None:
+        report.to_html(html)
+        note(f"wrote {html}")
+    print(report.to_json() if as_json else report, flush=True)
+
+
+def _tasks(suite: str) -> list[Task]:
+    """The tasks of a suite: see ``run_verb``."""
+    if ":" in suite and not os.path.exists(suite):
+        found = _imported(suite)
+        found = found() if callable(found) else found
+        return list(found) if isinstance(found, list | tuple) else [found]
+    from forkyard.rollouts import suites
+
+    return list(suites.load(suite))
+
+
+def _named(tasks: list[Task], name: str) -> Task:
+    for task in tasks:
+        if task.id == name:
+            return task
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, [task.id for task in tasks], n=1) or [tasks[0].id] if tasks else []
+    raise NotFoundError(f"the suite has no task {name!r}", hint=f"there is {near[0]!r}" if near else "")
+
+
+def _policy(name: str) -> Any:
+    found = _imported(name)
+    found = found() if isinstance(found, type) else found
+    if not callable(found):
+        raise InvalidRequestError(f"{name} is {type(found).__name__}, not something to call")
+    return found
+
+
+def _imported(name: str) -> Any:
+    """What ``MODULE:NAME`` names."""
+    module, colon, path = name.partition(":")
+    if not colon or not module or not path:
+        raise InvalidRequestError(f"{name!r} is not MODULE:NAME", hint="agent:solve is solve in agent.py")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        if error.name != module.split(".")[0] and error.name != module:
+            raise
+        raise NotFoundError(f"there is no module {module!r}", hint="run it where the module is") from None
+    except AttributeError:
+        raise NotFoundError(f"{module!r} has no {path!r}") from None
+    return found
