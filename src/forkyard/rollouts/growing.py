@@ -8,90 +8,41 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from forkyard.client.aio import AsyncClient
+from forkyard.client.sync import Client
 from forkyard.errors import CommandFailedError, InvalidRequestError, NotFoundError, SandboxLostError
+from forkyard.rollouts.attempt import in_thread
 from forkyard.rollouts.calling import Callbacks
-from forkyard.rollouts.costs import Choice, Costs
-from forkyard.rollouts.states import Box, Forker, States
+from forkyard.rollouts.costs import Costs
+from forkyard.rollouts.running import both
+from forkyard.rollouts.search_options import Budget, Options, Propose, Score
+from forkyard.rollouts.states import Box, States
 from forkyard.rollouts.tree import Mark, Node, SearchResult, Stopped, Tree
 from forkyard.rollouts.types import Verdict
-from forkyard.types import ExecResult, Record, SandboxInfo
+from forkyard.types import ExecResult, SandboxInfo
 
 # A loss that was the host's is no word on the action: once more.
 TRIES_AFTER_HOST_LOSS = 2
-
-Propose = Callable[[Node], Any] | Sequence[Any]
-Score = Callable[[Any], Any] | str
-
-
-@dataclass(frozen=True, slots=True)
-class Budget(Record):
-    """What a search may use: ``nodes`` tried (the root is free), ``seconds`` from its start, and
-    ``memory_mb``, MiB of its running sandboxes and kept states together. None is no limit.
-
-    Over the memory, the states with the lowest scores go first, never the best one's.
-    """
-
-    nodes: int | None = None
-    seconds: float | None = None
-    memory_mb: float | None = None
-
-    def check(self) -> None:
-        """Raises InvalidRequestError where a limit leaves nothing."""
-        for name in ("nodes", "seconds", "memory_mb"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InvalidRequestError(f"Budget({name}={value})", hint="a limit is above 0, or None")
-
-
-class Options(TypedDict, total=False):
-    """What all searches take besides their own arguments.
-
-    Attributes:
-        apply: ``apply(sandbox, action)``. Without it a string is a command for ``sh -c`` and a list
-            of words a command; the ``ExecResult`` is ``node.result``.
-        check: The hidden grader, ``check(sandbox)`` -> bool, number or ``Verdict``. It is called
-            after the search has ended, in copies of the chosen states.
-        marks: Numbers of nodes at which the best so far is checked too (pass at a budget).
-        budget: When to stop, and what memory to take.
-        target: Stop as soon as a score is at least this; what still runs is cancelled.
-        parallel: How many sandboxes work at a time; one for each CPU if not given.
-        way: ``fork`` or ``rewind`` fixes how states are returned to; ``auto`` measures.
-        keep: Whether the best state is left as a running sandbox.
-        on_node: Called with each node as it ends.
-    """
-
-    apply: Callable[[Any, Any], Any] | None
-    check: Callable[[Any], Any] | None
-    marks: Sequence[int]
-    budget: Budget
-    target: float | None
-    parallel: int | None
-    way: Choice
-    keep: bool
-    on_node: Callable[[Node], None] | None
 
 
 class Search:
     """See :mod:`forkyard.rollouts.search` for the arguments.
 
     Args:
-        forker: Makes the sandbox that is left, so that its lease is the caller's client's.
+        client: Of either kind; the sandbox that is left is made by it, and its lease is held by it.
     """
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: AsyncClient | Client,
         source: str,
         propose: Propose,
         score: Score,
         depth: int,
         options: Options,
-        forker: Forker | None = None,
     ) -> None:
         if depth < 1:
             raise InvalidRequestError(f"depth={depth}", hint="depth counts actions: 1 or more")
@@ -106,12 +57,13 @@ class Search:
         self.parallel = options.get("parallel") or 0
         self.best: Node | None = None
         self.pinned: collections.Counter[Node] = collections.Counter()
-        self._client = client
+        self._given = client
+        self._both = both(client)
+        self._client = self._both.aio
         self._source = source
         self._propose = propose
         self._score = score
-        self._forker = forker or self._own_fork
-        self._calls = Callbacks(client)
+        self._calls = Callbacks(self._client, self._both.sync)
         self._costs = Costs(options.get("way", "auto"))
         self._states: States
         self._begun = self._ended = 0
@@ -314,7 +266,7 @@ class Search:
             try:
                 await self._states.close()
             finally:
-                await self._calls.close()
+                await self._close_other()
         return SearchResult(
             best=self.best,
             tree=Tree(self.root, self.best),
@@ -363,10 +315,20 @@ class Search:
     async def _left(self) -> SandboxInfo | None:
         if self.best is None or not self.options.get("keep", True):
             return None
-        return await self._states.hand_over(self.best, self._forker)
+        return await self._states.hand_over(self.best, self._fork_for_caller)
 
-    async def _own_fork(self, source: str, **chosen: Any) -> SandboxInfo:
-        return (await self._client.fork(source, 1, **chosen)).forks[0]
+    async def _fork_for_caller(self, source: str, **chosen: Any) -> SandboxInfo:
+        given = self._given
+        if isinstance(given, AsyncClient):
+            return (await given.fork(source, 1, **chosen)).forks[0]
+        return (await in_thread(lambda: given.fork(source, 1, **chosen))).forks[0]
+
+    async def _close_other(self) -> None:
+        """The client that was made here, of the kind that the caller's is not."""
+        if self._given is self._client:
+            await in_thread(self._both.sync.close)
+        else:
+            await self._client.close()
 
 
 def _word(said: Any) -> tuple[bool, float]:

@@ -315,7 +315,7 @@ class _Run:
         task, done = unit.task, tries.last
         key = self._key(task, prepared.digest if prepared else "", unit.sample)
         packed, lost = jn.pack_transcript(done.transcript)
-        commands = [_command(record) for record in done.records]
+        commands = [command_line(record) for record in done.records]
         story = {"task": task.id, "sample": unit.sample, "log": done.log, "commands": commands}
         async with self._writing:
             transcript = diff = None
@@ -349,7 +349,7 @@ class _Run:
                 cluster=task.cluster or task.id,
                 metadata=task.metadata,
                 episode=episode,
-                trajectory=_trajectory(packed, commands),
+                trajectory=trajectory(packed, commands),
                 suspicions=[_plain(found) for found in done.suspicions],
                 prepared=prepared.snapshot if prepared else None,
             )
@@ -382,11 +382,11 @@ def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
-def _command(record: Any) -> dict[str, Any]:
+def command_line(record: Any) -> dict[str, Any]:
     return {"seq": record.seq, "at": record.time, "kind": record.kind, **record.data}
 
 
-def _trajectory(transcript: bytes, commands: list[dict[str, Any]]) -> str:
+def trajectory(transcript: bytes, commands: list[dict[str, Any]]) -> str:
     """A digest of what the policy returned and ran, and of what that printed."""
     ran = [
         [c.get(name) for name in ("kind", "command", "argv", "code", "exit_code", "stdout_sha256")]

@@ -14,11 +14,11 @@ from typing import Any, Unpack
 from forkyard.client.aio import AsyncClient
 from forkyard.client.sync import Client
 from forkyard.errors import InvalidRequestError
-from forkyard.rollouts.calling import run_with
-from forkyard.rollouts.growing import Budget, Options, Propose, Score, Search
+from forkyard.rollouts.growing import Search
+from forkyard.rollouts.running import run_sync
+from forkyard.rollouts.search_options import Budget, Options, Propose, Score
 from forkyard.rollouts.tree import Node, SearchResult
 from forkyard.rollouts.uct import Uct
-from forkyard.types import SandboxInfo
 
 __all__ = ["Budget", "abeam", "abest_of_n", "amcts", "beam", "best_of_n", "mcts"]
 
@@ -46,7 +46,7 @@ async def abest_of_n(
         propose: Actions to try from a node; a plain list means the same ones everywhere.
         score: Higher is better; or a command that prints a number last. What it leaves behind in
             the sandbox stays in the state. None is no score: the node is not gone on from.
-        options: See :class:`forkyard.rollouts.growing.Options`.
+        options: See :class:`forkyard.rollouts.search_options.Options`.
 
     Raises:
         InvalidRequestError: n or depth is below 1. And whatever a function of the caller's raises.
@@ -143,13 +143,10 @@ def _here(
     options: Options,
     strategy: Strategy,
 ) -> SearchResult:
-    async def forked(state: str, **chosen: Any) -> SandboxInfo:
-        return (await asyncio.to_thread(client.fork, state, 1, **chosen)).forks[0]
-
-    return run_with(
-        client,
-        lambda aio: Search(aio, source, propose, score, depth, options, forked).run(strategy),
+    done: SearchResult = run_sync(
+        lambda: Search(client, source, propose, score, depth, options).run(strategy)
     )
+    return done
 
 
 def _tries(n: int) -> Strategy:

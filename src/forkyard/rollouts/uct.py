@@ -64,15 +64,16 @@ class Uct:
         # The root is open whatever the depth; another one as long as its state is there.
         if (node.parent is None or self.search.open(node)) and (plan.untried or not plan.asked):
             return node
-        alive = [child for child in node.children if child in self.plans and not self.plans[child].dead]
-        if not alive and not plan.coming:
-            plan.dead = True
-            return None
+        alive = self._alive(node)
         visits = node.visits + plan.pending
         for child in sorted(alive, key=lambda child: -self.bound(child, visits)):
             if (found := self.choose(child)) is not None:
                 return found
+        plan.dead = not plan.coming and not self._alive(node)
         return None
+
+    def _alive(self, node: Node) -> list[Node]:
+        return [child for child in node.children if child in self.plans and not self.plans[child].dead]
 
     def bound(self, node: Node, parent_visits: int) -> float:
         """The upper confidence bound: mean score and exploration."""
