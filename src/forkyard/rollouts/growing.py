@@ -102,17 +102,16 @@ class Search:
             further: How many more actions are to be tried from the parent.
             wanted: Whether the new node, which has its score, may be returned to.
         """
-        if self.spent:
-            return None
-        self._begun += 1
-        node = Node(None, action, number=self._begun, parent=parent)
-        parent.children.append(node)
         self.pinned[parent] += 1
         try:
-            await self._try(node, parent, further, wanted)
-        except asyncio.CancelledError:
-            node.ended = "cancelled"
-            raise
+            async with self._states.place(parent):
+                # Only now: what waits for its turn has used nothing of the budget.
+                if self.spent:
+                    return None
+                self._begun += 1
+                node = Node(None, action, number=self._begun, parent=parent)
+                parent.children.append(node)
+                await self._try(node, parent, further, wanted)
         finally:
             self.pinned[parent] -= 1
         if node.error:
@@ -138,6 +137,9 @@ class Search:
                 async with self._states.at(parent, further) as (box, node.way, node.return_s):
                     await self._in_box(node, box, wanted)
                 return
+            except asyncio.CancelledError:
+                node.ended = "cancelled"
+                raise
             except CommandFailedError as error:
                 node.error = str(error)
                 return

@@ -112,30 +112,36 @@ class States:
         box.busy = False
 
     @contextlib.asynccontextmanager
-    async def at(self, node: Node, further: int) -> AsyncIterator[tuple[Box, Way, float]]:
-        """A sandbox that stands in ``node``'s state, the way it came there and the seconds.
-
-        Args:
-            further: How many more returns to this state are to be expected.
-        """
+    async def place(self, node: Node) -> AsyncIterator[None]:
+        """Leave to work from ``node``, once one of the sandboxes may."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._may_begin(node))
             self._working += 1
         try:
-            begun = time.perf_counter()
-            box, way = await self._stand(node, further)
-            took = time.perf_counter() - begun
-            try:
-                box.at = None
-                yield box, way, took
-            finally:
-                box.busy = False
-                if box.lost or self._needless(box):
-                    await self._delete(box)
+            yield
         finally:
             self._working -= 1
             async with self._changed:
                 self._changed.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def at(self, node: Node, further: int) -> AsyncIterator[tuple[Box, Way, float]]:
+        """A sandbox that stands in ``node``'s state, the way it came there and the seconds; for
+        whoever has a place.
+
+        Args:
+            further: How many more returns to this state are to be expected.
+        """
+        begun = time.perf_counter()
+        box, way = await self._stand(node, further)
+        took = time.perf_counter() - begun
+        try:
+            box.at = None
+            yield box, way, took
+        finally:
+            box.busy = False
+            if box.lost or self._needless(box):
+                await self._delete(box)
 
     def _may_begin(self, node: Node) -> bool:
         if self._working >= self.parallel:
