@@ -15,6 +15,7 @@ import numpy as np
 from forkyard.client.sync import Client
 from forkyard.client.sync_sandbox import Sandbox
 from forkyard.errors import InvalidRequestError, NotFoundError, SandboxLostError, UnsupportedError
+from forkyard.rollouts.losses import find_loss
 
 try:
     import gymnasium
@@ -143,10 +144,11 @@ class SandboxEnv(gymnasium.Env[Any, Any]):
         self._steps += 1
         try:
             self._last, reward, terminated, info = self._act(self.sandbox, action)
-        except SandboxLostError as error:
-            if error.cause == "host":
+        except (SandboxLostError, NotFoundError) as error:
+            lost = find_loss(self._client, self.sandbox.id, error)
+            if lost is None or lost.host:
                 raise
-            reward, terminated, info = 0.0, True, {"lost": str(error)}
+            reward, terminated, info = 0.0, True, {"lost": lost.message}
         truncated = not terminated and self._max_steps is not None and self._steps >= self._max_steps
         return self._last, float(reward), bool(terminated), truncated, info
 

@@ -17,6 +17,7 @@ from forkyard.errors import CommandFailedError, InvalidRequestError, NotFoundErr
 from forkyard.rollouts.attempt import in_thread
 from forkyard.rollouts.calling import Callbacks
 from forkyard.rollouts.costs import Costs
+from forkyard.rollouts.losses import afind_loss
 from forkyard.rollouts.running import both
 from forkyard.rollouts.search_options import Budget, Options, Propose, Score
 from forkyard.rollouts.states import Box, States
@@ -78,7 +79,8 @@ class Search:
     def spent(self) -> bool:
         """Whether no further node may be begun."""
         if self.budget.nodes is not None and self._begun >= self.budget.nodes:
-            self._stopped = "nodes"
+            if self._stopped == "exhausted":
+                self._stopped = "nodes"
             return True
         return False
 
@@ -166,19 +168,14 @@ class Search:
             if best or again:
                 await self._states.keep(node, box)
         except (SandboxLostError, NotFoundError) as error:
-            if await self._runs(box.sandbox):
+            lost = await afind_loss(self._client, box.sandbox, error)
+            if lost is None:
                 # Not about this sandbox: a file that a function of the caller's did not find.
                 raise
             node.score = None
             box.lost = True
-            cause = error.cause if isinstance(error, SandboxLostError) else "guest"
-            raise SandboxLostError(error.message, cause=cause, sandbox=box.sandbox) from error
-
-    async def _runs(self, sandbox: str) -> bool:
-        try:
-            return (await self._client.get_sandbox(sandbox)).state == "running"
-        except NotFoundError:
-            return False
+            cause = "host" if lost.host else "guest"
+            raise SandboxLostError(lost.message, cause=cause, sandbox=box.sandbox) from error
 
     async def _apply(self, sandbox: str, action: Any) -> Any:
         if (apply := self.options.get("apply")) is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from forkyard.client.sync import Client
 from forkyard.errors import ForkyardError, InvalidRequestError, NotFoundError, SandboxLostError
 from forkyard.rollouts.grading import grade
+from forkyard.rollouts.losses import afind_loss, find_loss
 from forkyard.rollouts.prepare import Prepared, Preparer, limit_fields
 from forkyard.rollouts.running import both, run_sync
 from forkyard.rollouts.types import Limits, Task, Verdict
@@ -155,13 +156,13 @@ class ToolEnvironment:
             return f"error: {self._lost}"
         try:
             return tool(*args)
-        except SandboxLostError as error:
-            if error.cause == "host":
-                raise
-            self._lost = f"the sandbox is gone: {error.message}"
-            return f"error: {self._lost}"
         except ForkyardError as error:
-            return f"error: {error.message}"
+            if isinstance(error, SandboxLostError | NotFoundError):
+                lost = find_loss(self._client, self._sandbox, error)
+                if lost is not None and lost.host:
+                    raise
+                self._lost = lost.message if lost is not None else ""
+            return f"error: {self._lost or error.message}"
 
     def _user(self) -> str | None:
         return self._task.user if self._task is not None else None
@@ -212,10 +213,11 @@ def _graded(client: Client, task: Task, prepared: Prepared, sandbox: str) -> Ver
         aio = both(client).aio
         try:
             return (await grade(aio, task, prepared=prepared.snapshot, final=sandbox)).verdict
-        except SandboxLostError as error:
-            if error.cause == "host":
+        except (SandboxLostError, NotFoundError) as error:
+            lost = await afind_loss(aio, sandbox, error)
+            if lost is None or lost.host:
                 raise
-            return Verdict(False, 0.0, f"the sandbox is gone: {error.message}")
+            return Verdict(False, 0.0, lost.message)
         finally:
             await aio.close()
 
