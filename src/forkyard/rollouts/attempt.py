@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +15,20 @@ from typing import Any
 from forkyard.client.aio import AsyncClient
 from forkyard.client.sync import Client
 from forkyard.errors import (
-    CapacityError,
+    AccessDeniedError,
     CommandFailedError,
     DeadlineError,
     ForkyardError,
+    InvalidRequestError,
     NotFoundError,
     SandboxLostError,
-    UnavailableError,
+    UnsupportedError,
 )
 from forkyard.rollouts import grading, suspicions
 from forkyard.rollouts.contention import Load, contended, load_now
 from forkyard.rollouts.episode import Episode, Meter, handle, is_async, wants_episode
 from forkyard.rollouts.journal import pack_transcript
+from forkyard.rollouts.losses import HOST, Loss, ended_by_oom, is_hosts, killed_for_memory, loss
 from forkyard.rollouts.prepare import PREFIX, Prepared, limit_fields
 from forkyard.rollouts.types import GradeMode, Limits, Outcome, Policy, Task, Verdict
 from forkyard.types import AuditRecord, Diff, SandboxInfo
@@ -37,7 +39,7 @@ SETTLE_S = 10.0
 GRADE_TRIES = 3
 # Of so many episodes one is also graded in its own machine, to see whether that says otherwise.
 AUDIT_ONE_IN = 10
-HOST = (CapacityError, UnavailableError)
+WRONG = (AccessDeniedError, InvalidRequestError, UnsupportedError)
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class Attempt:
     verdict: Verdict | None = None
     transcript: Any = None
     diff: Diff | None = None
+    outside: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     suspicions: list[Any] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
     records: list[AuditRecord] = field(default_factory=list)
@@ -67,7 +71,7 @@ class Attempt:
 
 
 class PolicyExit(Exception):
-    """A policy ended its thread: ``sys.exit()``, say."""
+    """A policy ended by ``sys.exit()``, or because what it waited for was cancelled."""
 
 
 class Runner:
@@ -110,8 +114,13 @@ class Runner:
         try:
             info = await self._start(task, prepared, seed, label)
         except ForkyardError as error:
-            done.failed("infra", f"no copy could be started: {error}", host=isinstance(error, HOST))
+            # Nothing of the policy has run: whatever stopped it, but a wrong task, is the host's.
+            host = not isinstance(error, WRONG)
+            done.failed("infra", f"no copy could be started: {error}", host=host)
             return done
+        except asyncio.CancelledError:
+            await self._client.delete_sandboxes(label)
+            raise
         done.start_s = time.monotonic() - begun
         done.sandbox = info.id
         try:
@@ -171,7 +180,14 @@ class Runner:
 
     async def _call(self, args: tuple[Any, ...]) -> Any:
         if self._async:
-            return await self._policy(*args)
+            try:
+                return await self._policy(*args)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                # Nobody cancelled it: something that it waited for was.
+                raise PolicyExit(repr(error)) from error
         value = await in_thread(lambda: self._policy(*args))
         return await value if asyncio.iscoroutine(value) else value
 
@@ -199,7 +215,7 @@ class Runner:
         elif isinstance(failure, HOST) and meter.gave(failure):
             done.failed("infra", str(failure), host=True)
         elif failure is not None:
-            killed = meter.oom or (isinstance(failure, CommandFailedError) and _oom(failure))
+            killed = meter.oom or (isinstance(failure, CommandFailedError) and killed_for_memory(failure))
             name = type(failure).__name__
             done.failed("oom" if killed else "policy_error", f"{name}: {failure}"[:2000])
 
@@ -270,19 +286,20 @@ class Runner:
             except ForkyardError as error:
                 # The final state is still there: only the grading is done again.
                 done.grade_retries += 1
-                if not _hosts(error) or done.grade_retries >= GRADE_TRIES:
+                if not is_hosts(error) or done.grade_retries >= GRADE_TRIES:
                     raise
                 if await self._loss(info.id, error) is not None:
                     raise
         verdict = graded.verdict
         done.verdict, done.diff, done.suspicions = verdict, graded.diff, list(graded.suspicions)
+        done.outside, done.refused = list(graded.outside), dict(graded.refused)
         done.reward = float(verdict.reward)
         if done.reward != done.reward:
             raise grading.GraderError(f"the grader gave the reward {verdict.reward!r}")
         done.message = verdict.message
         if not verdict.passed:
             records = await self._client.audit(info.id, since=info.created_at - 1)
-            done.outcome = "oom" if _ended_by_oom(records) else "failed"
+            done.outcome = "oom" if ended_by_oom(records) else "failed"
 
     async def _not_graded(self, done: Attempt, info: SandboxInfo, error: Exception) -> None:
         lost = await self._loss(info.id, None)
@@ -290,7 +307,7 @@ class Runner:
             done.failed(lost.outcome, lost.message, host=lost.host)
         elif isinstance(error, grading.GraderError) or not isinstance(error, ForkyardError):
             done.failed("grader_error", f"{type(error).__name__}: {error}"[:2000])
-        elif _hosts(error):
+        elif is_hosts(error):
             done.failed("infra", f"grading: {error}", host=True)
         elif isinstance(error, SandboxLostError | DeadlineError):
             # What was graded did that to the grading copy: an excuse for it would be worth a try.
@@ -312,47 +329,12 @@ class Runner:
     async def _clean_up(self, done: Attempt, info: SandboxInfo, label: dict[str, str]) -> None:
         try:
             done.records = await self._client.audit(info.id, since=info.created_at - 1)
+            await self._client.delete_sandbox(info.id)
+            # What the policy forked of it.
             await self._client.delete_sandboxes(label)
         except ForkyardError as error:
             # They are ephemeral: the next daemon ends them with this process.
             done.log.append({"at": time.time(), "note": f"not cleaned up: {error}"})
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    outcome: Outcome
-    message: str
-    host: bool
-
-
-def loss(records: Sequence[AuditRecord]) -> Loss:
-    """Whose doing it was that a sandbox is gone, by the daemon's records of it."""
-    for record in reversed(records):
-        if record.kind == "sandbox.failed":
-            message = f"the sandbox was lost: {record.data.get('message', '')}"
-            if record.data.get("cause") == "host":
-                return Loss("infra", message, True)
-            return Loss("oom" if record.data.get("oom") else "sandbox_broken", message, False)
-    for record in reversed(records):
-        if record.kind == "sandbox.deleted":
-            if record.actor == "yard":
-                return Loss("infra", "the daemon deleted the sandbox", True)
-            return Loss("sandbox_broken", f"{record.actor} deleted the sandbox", False)
-    return Loss("sandbox_broken", "the sandbox is gone, and nothing says that the host lost it", False)
-
-
-def _hosts(error: ForkyardError) -> bool:
-    return isinstance(error, HOST) or (isinstance(error, SandboxLostError) and error.cause == "host")
-
-
-def _oom(error: CommandFailedError) -> bool:
-    return bool(error.result is not None and error.result.oom)
-
-
-def _ended_by_oom(records: Sequence[AuditRecord]) -> bool:
-    """Whether the last command that the policy ran was killed for memory."""
-    ran = [record for record in records if record.kind in ("exec", "code")]
-    return bool(ran and ran[-1].data.get("oom"))
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from forkyard.client.sync import Client
 from forkyard.client.sync_sandbox import Sandbox
 from forkyard.errors import InvalidRequestError, NotFoundError, SandboxLostError, UnsupportedError
-from forkyard.rollouts.losses import find_loss
+from forkyard.rollouts.gone import find_loss
 
 try:
     import gymnasium

@@ -101,15 +101,18 @@ class MeteredClient:
             return method
         return self._now(name, method)
 
-    def _fill(self, name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self._user is not None and name in AS_USER and kwargs.get("user") is None:
+    def _fill(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self._user is None or name not in AS_USER:
+            return kwargs
+        shape = inspect.signature(getattr(self._client, name))
+        if shape.bind_partial(*args, **kwargs).arguments.get("user") is None:
             kwargs["user"] = self._user
         return kwargs
 
     def _later(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             with self._meter.call():
-                result = await method(*args, **self._fill(name, kwargs))
+                result = await method(*args, **self._fill(name, args, kwargs))
             self._meter.saw(result)
             if isinstance(result, AsyncProcess):
                 # Only the waiting: what a policy does between two pieces of output is its own time.
@@ -122,7 +125,7 @@ class MeteredClient:
     def _now(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._meter.call():
-                result = method(*args, **self._fill(name, kwargs))
+                result = method(*args, **self._fill(name, args, kwargs))
             self._meter.saw(result)
             if isinstance(result, Process):
                 waits: Any = result

@@ -15,10 +15,11 @@ from forkyard.client.sync import Client
 from forkyard.errors import InvalidRequestError
 from forkyard.rollouts.advantages import Advantages, Normalize, advantages
 from forkyard.rollouts.attempt import Attempt, Runner
+from forkyard.rollouts.clients import both, run_sync
 from forkyard.rollouts.journal import pack_transcript
 from forkyard.rollouts.keys import sample_seed
 from forkyard.rollouts.prepare import Prepared, Preparer
-from forkyard.rollouts.running import RETRIES, both, command_line, run_sync, trajectory
+from forkyard.rollouts.running import RETRIES, command_line, trajectory
 from forkyard.rollouts.slots import Slots, episodes_at_once, gradings_at_once
 from forkyard.rollouts.types import GradeMode, Policy, Task, Verdict
 from forkyard.types import Record
@@ -123,10 +124,7 @@ async def agroup_rollouts(
             going = _Group(runner, slots, task, prepared, n, run or secrets.token_hex(8), least)
             await going.go(deadline_s)
     finally:
-        if client is not mine.sync:
-            mine.sync.close()
-        if client is not mine.aio:
-            await mine.aio.close()
+        await mine.close(client)
     return _group(task, going.rollouts, normalize, ddof, time.monotonic() - begun)
 
 

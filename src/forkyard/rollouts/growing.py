@@ -16,9 +16,9 @@ from forkyard.client.sync import Client
 from forkyard.errors import CommandFailedError, InvalidRequestError, NotFoundError, SandboxLostError
 from forkyard.rollouts.attempt import in_thread
 from forkyard.rollouts.calling import Callbacks
+from forkyard.rollouts.clients import both
 from forkyard.rollouts.costs import Costs
-from forkyard.rollouts.losses import afind_loss
-from forkyard.rollouts.running import both
+from forkyard.rollouts.gone import afind_loss
 from forkyard.rollouts.search_options import Budget, Options, Propose, Score
 from forkyard.rollouts.states import Box, States
 from forkyard.rollouts.tree import Mark, Node, SearchResult, Stopped, Tree

@@ -63,9 +63,12 @@ def path_digest(path: Path) -> str:
     return total.hexdigest()
 
 
-def prepared_digest(base: str, prepare: Prepare | None, files: Mapping[str, Any], limits: Limits) -> str:
-    """Of a prepared state: ``base`` is the key of the template or snapshot it stands on."""
-    return digest("prepared", 1, base, prepare, files, limits)
+def prepared_digest(
+    base: str, prepare: Prepare | None, files: Mapping[str, Any], limits: Limits, owner: str | None = None
+) -> str:
+    """Of a prepared state: ``base`` is the key of the template or snapshot it stands on, ``owner``
+    whose the files are."""
+    return digest("prepared", 1, base, prepare, files, limits, owner)
 
 
 def task_digest(task: Task) -> str:

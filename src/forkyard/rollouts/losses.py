@@ -1,47 +1,58 @@
-"""Whether an error means that a sandbox is gone, and on whose account."""
+"""Whose doing it was that a sandbox was lost, by what the daemon says and has written down."""
 
 from __future__ import annotations
 
-import asyncio
-import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from forkyard.client.aio import AsyncClient
-from forkyard.client.sync import Client
-from forkyard.errors import ForkyardError, NotFoundError, SandboxLostError
-from forkyard.rollouts.attempt import Loss, loss
+from forkyard.errors import (
+    CapacityError,
+    CommandFailedError,
+    ForkyardError,
+    SandboxLostError,
+    UnavailableError,
+)
+from forkyard.rollouts.types import Outcome
+from forkyard.types import AuditRecord
 
-# The error that says so comes before the daemon has written down why.
-SETTLE_S = 10.0
-POLL_S = 0.05
-
-
-async def afind_loss(client: AsyncClient, sandbox: str, error: ForkyardError) -> Loss | None:
-    """How ``sandbox`` was lost; None if it runs, so that ``error`` is about something else."""
-    deadline = _deadline(error)
-    while True:
-        try:
-            if (await client.get_sandbox(sandbox)).state != "running":
-                return loss(await client.audit(sandbox))
-        except NotFoundError:
-            return loss(await client.audit(sandbox))
-        if time.monotonic() >= deadline:
-            return None
-        await asyncio.sleep(POLL_S)
+HOST = (CapacityError, UnavailableError)
 
 
-def find_loss(client: Client, sandbox: str, error: ForkyardError) -> Loss | None:
-    """As :func:`afind_loss`."""
-    deadline = _deadline(error)
-    while True:
-        try:
-            if client.get_sandbox(sandbox).state != "running":
-                return loss(client.audit(sandbox))
-        except NotFoundError:
-            return loss(client.audit(sandbox))
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(POLL_S)
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """``host`` says that the daemon proves it to be the host's doing."""
+
+    outcome: Outcome
+    message: str
+    host: bool
 
 
-def _deadline(error: ForkyardError) -> float:
-    return time.monotonic() + (SETTLE_S if isinstance(error, SandboxLostError) else 0.0)
+def loss(records: Sequence[AuditRecord]) -> Loss:
+    """Whose doing it was that a sandbox is gone, by the daemon's records of it."""
+    for record in reversed(records):
+        if record.kind == "sandbox.failed":
+            message = f"the sandbox was lost: {record.data.get('message', '')}"
+            if record.data.get("cause") == "host":
+                return Loss("infra", message, True)
+            return Loss("oom" if record.data.get("oom") else "sandbox_broken", message, False)
+    for record in reversed(records):
+        if record.kind == "sandbox.deleted":
+            if record.actor == "yard":
+                return Loss("infra", "the daemon deleted the sandbox", True)
+            return Loss("sandbox_broken", f"{record.actor} deleted the sandbox", False)
+    return Loss("sandbox_broken", "the sandbox is gone, and nothing says that the host lost it", False)
+
+
+def is_hosts(error: ForkyardError) -> bool:
+    """Whether an error that the daemon gave is the host's doing."""
+    return isinstance(error, HOST) or (isinstance(error, SandboxLostError) and error.cause == "host")
+
+
+def killed_for_memory(error: CommandFailedError) -> bool:
+    return bool(error.result is not None and error.result.oom)
+
+
+def ended_by_oom(records: Sequence[AuditRecord]) -> bool:
+    """Whether the last command that the policy ran was killed for memory."""
+    ran = [record for record in records if record.kind in ("exec", "code")]
+    return bool(ran and ran[-1].data.get("oom"))

@@ -25,7 +25,7 @@ from forkyard.rollouts.types import Commands, Dockerfile, Image, Limits, Prepare
 PREFIX = "rollouts/"
 LABEL = {"forkyard.rollouts": "prepared"}
 DISK_BUDGET_MB = 20_480
-POLL_S = 0.2
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class Preparer:
         base, plain = await self._base(task.prepare)
         if plain and not task.files:
             return base.removeprefix("snapshot:")
-        return prepared_digest(base, _recipe(task.prepare), task.files, task.limits)
+        owner = task.user if task.files else None
+        return prepared_digest(base, _recipe(task.prepare), task.files, task.limits, owner)
 
     async def get(self, task: Task) -> Prepared:
         """The task's prepared state, made if it is not there. See :meth:`holding` for its life.
@@ -190,8 +191,9 @@ class Preparer:
                     await client.shell(
                         info.id, command, user=commands.user, timeout_s=commands.timeout_s, check=True
                     )
-            await client.set_egress(info.id, "deny")
-            await put_files(client.sandbox(info.id), task.files)
+            if allow:
+                await client.set_egress(info.id, "deny")
+            await put_files(client.sandbox(info.id), task.files, task.user)
             await client.snapshot(info.id, name, LABEL)
             self.built += 1
         finally:
@@ -214,17 +216,19 @@ class Preparer:
                 left_mb -= kept.exclusive_bytes / (1 << 20)
 
 
-async def put_files(sandbox: AsyncSandbox, files: Mapping[str, str | bytes | Path]) -> None:
+async def put_files(
+    sandbox: AsyncSandbox, files: Mapping[str, str | bytes | Path], user: str | None = None
+) -> None:
     """Write a task's files, those given as a ``Path`` with their mode; a directory with all in it."""
     inline = {path: _bytes(data) for path, data in files.items() if not isinstance(data, Path)}
     if inline:
-        await sandbox.write_files(inline)
+        await sandbox.write_files(inline, user=user)
     for path, local in files.items():
         if isinstance(local, Path) and local.is_dir():
-            await sandbox.upload(local, path)
+            await sandbox.upload(local, path, user)
         elif isinstance(local, Path):
             data = await asyncio.to_thread(local.read_bytes)
-            await sandbox.write_file(path, data, mode=local.stat().st_mode & 0o777)
+            await sandbox.write_file(path, data, local.stat().st_mode & 0o777, user)
 
 
 def limit_fields(limits: Limits) -> dict[str, Any]:

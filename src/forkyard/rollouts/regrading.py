@@ -15,9 +15,9 @@ from forkyard.client.sync import Client
 from forkyard.errors import ForkyardError, NotFoundError
 from forkyard.rollouts import grading
 from forkyard.rollouts import journal as jn
+from forkyard.rollouts.clients import both, run_sync
 from forkyard.rollouts.prepare import Prepared, Preparer
 from forkyard.rollouts.report import Report
-from forkyard.rollouts.running import both, run_sync
 from forkyard.rollouts.slots import gradings_at_once
 from forkyard.rollouts.stored import restored
 from forkyard.rollouts.types import Grader, Sample, Task
@@ -76,9 +76,7 @@ async def aregrade(
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     finally:
-        if client is None:
-            await mine.aio.close()
-            mine.sync.close()
+        await mine.close(client)
     samples = [made.get(at, sample) for at, sample in enumerate(report.samples)]
     return dataclasses.replace(report, samples=samples)
 

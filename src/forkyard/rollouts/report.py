@@ -168,9 +168,12 @@ class Report:
         """A row per task."""
         strict = {row.task: row.reward for row in tally(self.samples, invalid_fails=True)}
         twins = {task: sum(map(len, groups)) for task, groups in self.identical.items()}
+        by_task: dict[str, list[Sample]] = {}
+        for sample in self.samples:
+            by_task.setdefault(sample.task, []).append(sample)
         rows = []
         for row in tally(self.samples):
-            own = [sample for sample in self.samples if sample.task == row.task]
+            own = by_task[row.task]
             rows.append(
                 TaskRow(
                     task=row.task,
@@ -225,9 +228,10 @@ class Report:
         return None if sample.diff is None else jn.unpack_diff(self._read(sample.diff))
 
     def episode(self, sample: Sample) -> dict[str, Any]:
-        """Its ``log`` and its ``commands``, as the daemon's audit has them."""
+        """Its ``log``; its ``commands``, as the daemon's audit has them; which paths it changed
+        ``outside`` the task's, and why others were ``refused``."""
         if sample.episode is None:
-            return {"log": [], "commands": []}
+            return {"log": [], "commands": [], "outside": [], "refused": {}}
         return dict(json.loads(self._read(sample.episode)))
 
     def _read(self, name: str) -> bytes:

@@ -158,6 +158,10 @@ def _episode(report: Report, sample: Sample) -> str:
     if story["log"]:
         lines = "\n".join(json.dumps(line, ensure_ascii=False, default=str) for line in story["log"])
         body.append(f"<h4>Log</h4><pre>{escape(_cut(lines, SHOWN_TEXT))}</pre>")
+    left = [f"{path}: {why}" for path, why in story["refused"].items()]
+    left += [f"{path}: outside the task's paths" for path in story["outside"][:50]]
+    if left:
+        body.append(f"<h4>Not graded</h4><pre>{escape(chr(10).join(left))}</pre>")
     if diff is not None:
         names = ", ".join(diff.paths[:50]) + (" ..." if len(diff.paths) > 50 else "")
         body.append(f"<h4>Diff</h4><p>{escape(names) or 'nothing changed'}</p>")

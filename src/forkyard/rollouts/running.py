@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from forkyard.client.sync import Client
 from forkyard.errors import ConflictError, ForkyardError, InvalidRequestError, UnsupportedError
 from forkyard.rollouts import journal as jn
 from forkyard.rollouts.attempt import Attempt, Runner
+from forkyard.rollouts.clients import Both, both, run_sync
 from forkyard.rollouts.keys import digest, policy_version, sample_key, sample_seed, task_digest
 from forkyard.rollouts.prepare import DISK_BUDGET_MB, Prepared, Preparer
 from forkyard.rollouts.progress import Board, OnProgress, shown
@@ -88,9 +88,7 @@ async def aevaluate(
                 await going.go(parallel, board)
             return Report.of(journal, list(tasks), ks, going.transcripts, going.parallel)
     finally:
-        if client is None:
-            await mine.aio.close()
-            mine.sync.close()
+        await mine.close(client)
 
 
 def evaluate(
@@ -109,47 +107,6 @@ def evaluate(
     return run_sync(
         lambda: aevaluate(tasks, policy, samples, ks, grade, parallel, out, new, fleet, **options)
     )
-
-
-def run_sync(make: Any) -> Any:
-    """The result of a coroutine, on a loop of its own; in a thread where this one has a loop already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(make())
-    result: list[Any] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            result.append(asyncio.run(make()))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=work, name="forkyard-evaluate")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Both:
-    """A client for the run itself, and one for the handles of sync policies."""
-
-    aio: AsyncClient
-    sync: Client
-
-
-def both(client: AsyncClient | Client | None) -> Both:
-    """Clients of both kinds for the daemon that ``client`` is of."""
-    if client is None:
-        return Both(AsyncClient(), Client())
-    other: Any = Client if isinstance(client, AsyncClient) else AsyncClient
-    twin = other.__new__(other)
-    twin.__setstate__(client.__getstate__())
-    return Both(client, twin) if isinstance(client, AsyncClient) else Both(twin, client)
 
 
 @contextlib.contextmanager
@@ -308,6 +265,8 @@ class _Run:
                 return
             if tries.last.outcome == "timeout_contended":
                 slots.lower()
+            # Another process may have evicted it meanwhile.
+            prepared = await self._preparer.get(unit.task)
 
     async def _write(
         self, unit: _Unit, prepared: Prepared | None, seed: int, started_at: float, tries: _Tries
@@ -316,17 +275,24 @@ class _Run:
         key = self._key(task, prepared.digest if prepared else "", unit.sample)
         packed, lost = jn.pack_transcript(done.transcript)
         commands = [command_line(record) for record in done.records]
-        story = {"task": task.id, "sample": unit.sample, "log": done.log, "commands": commands}
+        story = {
+            "task": task.id,
+            "sample": unit.sample,
+            "log": done.log,
+            "commands": commands,
+            "outside": done.outside,
+            "refused": done.refused,
+        }
+        transcript = diff = None
+        if done.transcript is not None:
+            transcript = await asyncio.to_thread(self._journal.keep, "transcripts", key, packed)
+            if self._journal.path is None:
+                self.transcripts[transcript] = done.transcript
+        if done.diff is not None:
+            diff = await asyncio.to_thread(self._journal.keep, "diffs", key, jn.pack_diff(done.diff))
+        told = json.dumps(story, ensure_ascii=False, default=str).encode()
+        episode = await asyncio.to_thread(self._journal.keep, "episodes", key, told)
         async with self._writing:
-            transcript = diff = None
-            if done.transcript is not None:
-                transcript = await asyncio.to_thread(self._journal.keep, "transcripts", key, packed)
-                if self._journal.path is None:
-                    self.transcripts[transcript] = done.transcript
-            if done.diff is not None:
-                diff = await asyncio.to_thread(self._journal.keep, "diffs", key, jn.pack_diff(done.diff))
-            told = json.dumps(story, ensure_ascii=False, default=str).encode()
-            episode = await asyncio.to_thread(self._journal.keep, "episodes", key, told)
             sample = Sample(
                 task=task.id,
                 sample=unit.sample,
@@ -383,6 +349,7 @@ def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def command_line(record: Any) -> dict[str, Any]:
+    """One record of the audit, as an episode's file has it."""
     return {"seq": record.seq, "at": record.time, "kind": record.kind, **record.data}
 
 

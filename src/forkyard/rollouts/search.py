@@ -14,8 +14,8 @@ from typing import Any, Unpack
 from forkyard.client.aio import AsyncClient
 from forkyard.client.sync import Client
 from forkyard.errors import InvalidRequestError
+from forkyard.rollouts.clients import run_sync
 from forkyard.rollouts.growing import Search
-from forkyard.rollouts.running import run_sync
 from forkyard.rollouts.search_options import Budget, Options, Propose, Score
 from forkyard.rollouts.tree import Node, SearchResult
 from forkyard.rollouts.uct import Uct

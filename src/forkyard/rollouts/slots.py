@@ -59,5 +59,5 @@ async def episodes_at_once(client: AsyncClient, parallel: int | str, wanted: int
 
 
 def gradings_at_once() -> int:
-    """Half of the CPUs: episodes never wait in the same queue."""
-    return max(1, (os.cpu_count() or 1) // 2)
+    """One for each CPU. Episodes do not wait in the same queue, and are held back while it is long."""
+    return max(2, os.cpu_count() or 1)

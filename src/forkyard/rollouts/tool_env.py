@@ -13,10 +13,10 @@ from typing import Any
 
 from forkyard.client.sync import Client
 from forkyard.errors import ForkyardError, InvalidRequestError, NotFoundError, SandboxLostError
+from forkyard.rollouts.clients import both, run_sync
+from forkyard.rollouts.gone import afind_loss, find_loss
 from forkyard.rollouts.grading import grade
-from forkyard.rollouts.losses import afind_loss, find_loss
 from forkyard.rollouts.prepare import Prepared, Preparer, limit_fields
-from forkyard.rollouts.running import both, run_sync
 from forkyard.rollouts.types import Limits, Task, Verdict
 
 LONGEST_OUTPUT = 8000

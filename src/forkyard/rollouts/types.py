@@ -229,7 +229,7 @@ class Sample(Record):
     metadata: Mapping[str, Any] = field(default_factory=dict)
     episode: str | None = None
     trajectory: str | None = None
-    suspicions: Sequence[Mapping[str, Any]] = ()
+    suspicions: Sequence[Mapping[str, Any]] = field(default_factory=list)
     prepared: str | None = None
 
     @property
