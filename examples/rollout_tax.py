@@ -34,7 +34,7 @@ END
 # What an agent does: look, edit, run.
 ACTIONS = [
     "ls work/src | wc -l",
-    "grep -l 'return x + 7$' -r work/src",
+    "grep -l 'return x + 9$' -r work/src",
     "sed -i 's/x + 7$/x + 8/' work/src/m7.py",
     "cd work/src && python3 -c 'import m7; print(m7.f7(1))'",
     'python3 -c \'import sqlite3; print(sqlite3.connect("work/facts.db")'

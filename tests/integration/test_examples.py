@@ -46,7 +46,7 @@ def test_learning(own_yard: OwnYard, tmp_path: Path) -> None:  # noqa: F811
 
 
 def test_rollout_tax(own_yard: OwnYard) -> None:  # noqa: F811
-    said = run(own_yard, "rollout_tax.py", "--actions", "1", "5", "--rollouts", "1")
+    said = run(own_yard, "rollout_tax.py", "--actions", "1", "7", "--rollouts", "1")
     rows = re.findall(
         r"^(fresh sandbox|fork of a warm one|rewind) +([\d.]+) +([\d.]+) +(\d+) +(\d+)$", said, re.M
     )
