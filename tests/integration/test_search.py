@@ -128,14 +128,14 @@ def test_time_is_a_budget(client: Client, source: str) -> None:  # noqa: F811
 
 
 def test_memory_is_a_budget(client: Client, source: str) -> None:  # noqa: F811
-    """With room for one sandbox and few states the worst states are freed, and the rest goes on."""
+    """With room for few sandboxes or states the worst states are freed, and the rest goes on."""
     assert client.run_code(source, "import os; held = os.urandom(30 << 20)").ok
     fork = client.fork(source, 1).forks[0].id
     one, state = client.usage(fork).mem_mb, client.checkpoint(fork).size_bytes / 2**20
     client.delete_sandbox(fork)
-    budget = Budget(nodes=10, memory_mb=1.3 * one + 2.5 * state)
+    budget = Budget(nodes=10, memory_mb=1.3 * max(one, state) + 2.5 * state)
     done = mcts(client, source, STEPS, SCORE, budget=budget, parallel=4, way="rewind")
-    assert done.peak_sandboxes <= 2
+    assert done.nodes == 10
     assert "memory" in {node.ended for node in done.tree}
     assert done.best is not None and done.sandbox is not None
     left(client, done, source)

@@ -20,7 +20,8 @@ class Budget(Record):
     """What a search may use: ``nodes`` tried (the root is free), ``seconds`` from its start, and
     ``memory_mb``, MiB of its running sandboxes and kept states together. None is no limit.
 
-    Over the memory, the states with the lowest scores go first, never the best one's.
+    Over the memory, the states with the lowest scores go first, never the best one's. A sandbox
+    that is needed for one action may exceed it for as long as that takes.
     """
 
     nodes: int | None = None

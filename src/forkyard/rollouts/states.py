@@ -95,6 +95,8 @@ class States:
             kept = await self.client.snapshot(info.id, labels=self._mark)
             self._snapshots.add(kept.id)
             root.state = kept.id
+            # A fork has what the state holds in memory of its own, used or not yet.
+            self.box_mb = kept.size_bytes / (1 << 20)
         if self.memory_mb is not None:
             await self._fit(root, self.memory_mb)
 
@@ -102,7 +104,7 @@ class States:
         """Work in as many sandboxes as the budget holds, by what the first one takes."""
         box = await self._fork(root)
         box.at = root
-        self.box_mb = (await self.client.usage(box.sandbox)).mem_mb
+        self.box_mb = max(self.box_mb, (await self.client.usage(box.sandbox)).mem_mb)
         if self.box_mb > memory_mb:
             raise InvalidRequestError(
                 f"one sandbox takes {self.box_mb:.0f} MiB, the budget is {memory_mb:.0f}",
