@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forkyard.rollouts.episode import Episode
+    from forkyard.rollouts.grouping import Group, Rollout, agroup_rollouts, group_rollouts
+    from forkyard.rollouts.numbers import Comparison, Interval, pass_at_k, pass_hat_k
     from forkyard.rollouts.progress import Progress
     from forkyard.rollouts.regrading import aregrade, regrade
     from forkyard.rollouts.report import Report, compare
     from forkyard.rollouts.running import aevaluate, evaluate
+    from forkyard.rollouts.search import abeam, abest_of_n, amcts, beam, best_of_n, mcts
+    from forkyard.rollouts.search_options import Budget
+    from forkyard.rollouts.tool_env import ToolEnvironment
+    from forkyard.rollouts.tree import Node, SearchResult
     from forkyard.rollouts.types import (
         Commands,
         Dockerfile,
@@ -36,6 +42,14 @@ if TYPE_CHECKING:
 # Looked up when first used: a task's definition needs no client, and a run no statistics.
 _HOMES = {
     "Episode": "episode",
+    "Group": "grouping",
+    "Rollout": "grouping",
+    "agroup_rollouts": "grouping",
+    "group_rollouts": "grouping",
+    "Comparison": "numbers",
+    "Interval": "numbers",
+    "pass_at_k": "numbers",
+    "pass_hat_k": "numbers",
     "Progress": "progress",
     "aregrade": "regrading",
     "regrade": "regrading",
@@ -43,6 +57,16 @@ _HOMES = {
     "compare": "report",
     "aevaluate": "running",
     "evaluate": "running",
+    "abeam": "search",
+    "abest_of_n": "search",
+    "amcts": "search",
+    "beam": "search",
+    "best_of_n": "search",
+    "mcts": "search",
+    "Budget": "search_options",
+    "ToolEnvironment": "tool_env",
+    "Node": "tree",
+    "SearchResult": "tree",
     "Commands": "types",
     "Dockerfile": "types",
     "Grader": "types",
@@ -57,24 +81,42 @@ _HOMES = {
 }
 
 __all__ = [
+    "Budget",
     "Commands",
+    "Comparison",
     "Dockerfile",
     "Episode",
     "Grader",
     "Grading",
+    "Group",
     "Image",
+    "Interval",
     "Limits",
+    "Node",
     "Phases",
     "Progress",
     "Report",
+    "Rollout",
     "Sample",
+    "SearchResult",
     "Task",
     "Timeouts",
+    "ToolEnvironment",
     "Verdict",
+    "abeam",
+    "abest_of_n",
     "aevaluate",
+    "agroup_rollouts",
+    "amcts",
     "aregrade",
+    "beam",
+    "best_of_n",
     "compare",
     "evaluate",
+    "group_rollouts",
+    "mcts",
+    "pass_at_k",
+    "pass_hat_k",
     "regrade",
 ]
 

@@ -304,13 +304,18 @@ class Report:
 
 
 def compare(
-    a: Report | str | os.PathLike[str],
-    b: Report | str | os.PathLike[str],
+    a: Report | str | os.PathLike[str] | Sequence[Sample],
+    b: Report | str | os.PathLike[str] | Sequence[Sample],
     measure: Literal["passed", "reward"] = "passed",
 ) -> Comparison:
-    """``b`` against ``a``, two reports or runs' directories, paired by task. See ``Comparison``."""
-    first, second = (run if isinstance(run, Report) else Report.load(run) for run in (a, b))
-    return compare_runs(first.samples, second.samples, measure=measure)
+    """``b`` against ``a``, paired by task: reports, runs' directories or samples. See ``Comparison``."""
+    return compare_runs(_samples_of(a), _samples_of(b), measure=measure)
+
+
+def _samples_of(run: Report | str | os.PathLike[str] | Sequence[Sample]) -> Sequence[Sample]:
+    if isinstance(run, str | os.PathLike):
+        return Report.load(run).samples
+    return run.samples if isinstance(run, Report) else run
 
 
 def _mean(rows: Sequence[Tally]) -> tuple[float, Interval]:

@@ -1,0 +1,56 @@
+"""Each program in examples/ runs, in a small setting, and says what it should."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from own_yard import OwnYard, own_yard, programs, yard  # noqa: F401
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+
+def run(own_yard: OwnYard, name: str, *args: str) -> str:  # noqa: F811
+    """What it prints; it has to succeed and to leave no sandbox."""
+    done = subprocess.run([sys.executable, str(EXAMPLES / name), *args], env=own_yard.env, text=True,
+                          capture_output=True, timeout=400, check=False)  # fmt: skip
+    assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
+    assert own_yard.names() == [], f"{name} leaves sandboxes behind"
+    print(done.stdout)
+    return done.stdout
+
+
+def test_search_beats_sampling(own_yard: OwnYard, tmp_path: Path) -> None:  # noqa: F811
+    picture = tmp_path / "tree.svg"
+    small = ["--bugs", "2", "--nodes", "14", "--tries", "1", "--timed", "3", "--svg"]
+    said = run(own_yard, "search_vs_sampling.py", *small, str(picture))
+    rows = {match[1]: (int(match[2]), int(match[3]))
+            for match in re.finditer(r"^(best of n|beam|UCT) +(\d) of 1 +(\d) of 1", said, re.M)}  # fmt: skip
+    assert rows["beam"] == (1, 1), "12 nodes are all that a beam of two needs"
+    assert set(rows) == {"best of n", "beam", "UCT"}
+    assert re.search(r"^rewind +3 +\d+ +\d+$", said, re.M) and re.search(r"^fork +3 ", said, re.M)
+    assert "<title>A search tree of" in picture.read_text()
+
+
+def test_learning(own_yard: OwnYard, tmp_path: Path) -> None:  # noqa: F811
+    picture = tmp_path / "curve.svg"
+    said = run(own_yard, "learning.py", "--steps", "2", "--group", "4", "--svg", str(picture))
+    rewards = [float(word) for word in re.findall(r"^step +\d+ +reward (\d\.\d+)", said, re.M)]
+    assert len(rewards) == 2 and all(0 <= reward <= 1 for reward in rewards)
+    assert "<polyline" in picture.read_text()
+
+
+def test_rollout_tax(own_yard: OwnYard) -> None:  # noqa: F811
+    said = run(own_yard, "rollout_tax.py", "--actions", "1", "7", "--rollouts", "1")
+    rows = re.findall(
+        r"^(fresh sandbox|fork of a warm one|rewind) +([\d.]+) +([\d.]+) +(\d+) +(\d+)$", said, re.M
+    )
+    assert len(rows) == 3
+    for _, few, many, *hours in rows:
+        assert 0 < float(few) < float(many)
+        assert int(hours[0]) == pytest.approx(float(few) * 1e6 / 3600, abs=3)
