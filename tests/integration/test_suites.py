@@ -21,7 +21,7 @@ from forkyard.rollouts.grading import grade_files
 from forkyard.rollouts.prepare import Preparer
 from forkyard.rollouts.suites import harbor, humaneval, load, mutants, packages
 from forkyard.rollouts.types import Commands, Task
-from forkyard.rollouts.validate import Validation, avalidate
+from forkyard.rollouts.validating import Validation, avalidate
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forkyard.rollouts.episode import Episode
+    from forkyard.rollouts.graders import CommandGrader, GraderError, PytestGrader
     from forkyard.rollouts.grouping import Group, Rollout, agroup_rollouts, group_rollouts
     from forkyard.rollouts.numbers import Comparison, Interval, pass_at_k, pass_hat_k
     from forkyard.rollouts.progress import Progress
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from forkyard.rollouts.running import aevaluate, evaluate
     from forkyard.rollouts.search import abeam, abest_of_n, amcts, beam, best_of_n, mcts
     from forkyard.rollouts.search_options import Budget
+    from forkyard.rollouts.suspicions import Suspicion
     from forkyard.rollouts.tool_env import ToolEnvironment
     from forkyard.rollouts.tree import Node, SearchResult
     from forkyard.rollouts.types import (
@@ -38,10 +40,14 @@ if TYPE_CHECKING:
         Timeouts,
         Verdict,
     )
+    from forkyard.rollouts.validating import Validation, avalidate, validate
 
 # Looked up when first used: a task's definition needs no client, and a run no statistics.
 _HOMES = {
     "Episode": "episode",
+    "CommandGrader": "graders",
+    "GraderError": "graders",
+    "PytestGrader": "graders",
     "Group": "grouping",
     "Rollout": "grouping",
     "agroup_rollouts": "grouping",
@@ -64,6 +70,7 @@ _HOMES = {
     "best_of_n": "search",
     "mcts": "search",
     "Budget": "search_options",
+    "Suspicion": "suspicions",
     "ToolEnvironment": "tool_env",
     "Node": "tree",
     "SearchResult": "tree",
@@ -78,15 +85,20 @@ _HOMES = {
     "Task": "types",
     "Timeouts": "types",
     "Verdict": "types",
+    "Validation": "validating",
+    "avalidate": "validating",
+    "validate": "validating",
 }
 
 __all__ = [
     "Budget",
+    "CommandGrader",
     "Commands",
     "Comparison",
     "Dockerfile",
     "Episode",
     "Grader",
+    "GraderError",
     "Grading",
     "Group",
     "Image",
@@ -95,13 +107,16 @@ __all__ = [
     "Node",
     "Phases",
     "Progress",
+    "PytestGrader",
     "Report",
     "Rollout",
     "Sample",
     "SearchResult",
+    "Suspicion",
     "Task",
     "Timeouts",
     "ToolEnvironment",
+    "Validation",
     "Verdict",
     "abeam",
     "abest_of_n",
@@ -109,6 +124,7 @@ __all__ = [
     "agroup_rollouts",
     "amcts",
     "aregrade",
+    "avalidate",
     "beam",
     "best_of_n",
     "compare",
@@ -118,6 +134,7 @@ __all__ = [
     "pass_at_k",
     "pass_hat_k",
     "regrade",
+    "validate",
 ]
 
 

@@ -244,9 +244,11 @@ def _one_service(folder: Path) -> None:
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        import yaml  # type: ignore[import-untyped]
+        import yaml
     except ImportError:
-        raise UnsupportedError(f"{path.name} needs a YAML reader", hint="pip install pyyaml") from None
+        raise UnsupportedError(
+            f"{path.name} needs a YAML reader", hint="pip install 'forkyard[rollouts]'"
+        ) from None
     try:
         said = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
