@@ -21,6 +21,8 @@ static unsigned count;
 #define MARK_BASE 0x0F59000000000000ull
 uint64_t cmd_mark(const struct cmd *c) { return MARK_BASE | (uint64_t)getpid() << 24 | (c->id & 0xFFFFFF); }
 
+bool cmd_marked(uint64_t mark) { return mark >> 48 == MARK_BASE >> 48; }
+
 struct cmd *cmd_by_mark(uint64_t mark) {
     for (struct cmd *c = cmds; c; c = c->next)
         if (cmd_mark(c) == mark) return c;
@@ -318,7 +320,7 @@ static bool pump(struct stream *s) {
         struct buf b = {0};
         put32(&b, (uint32_t)c->code);
         put32(&b, (uint32_t)c->sig);
-        put32(&b, c->oom ? 1 : 0);
+        put32(&b, (c->oom ? 1 : 0) | (c->crowded ? 2 : 0));
         put64(&b, c->cpu_us);
         put64(&b, c->rss_kb);
         put64(&b, c->ring[0].end);

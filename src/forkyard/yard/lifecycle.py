@@ -239,7 +239,8 @@ class Lifecycle:
 
         async def kill() -> None:
             try:
-                killed = await box.guest.kill_largest()
+                with box.quelled():
+                    killed = await box.guest.kill_largest()
                 if killed is not None:
                     if why == "process.oom":
                         sandbox.ooms[killed.command] = sandbox.ooms.get(killed.command, 0) + 1

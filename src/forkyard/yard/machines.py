@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from typing import Any
 from forkyard.engines.base import Engine, Machine, MachineSpec
 from forkyard.errors import ConflictError, DeadlineError, ForkyardError, InternalError, SandboxLostError
 from forkyard.guest import Guest, Identity
-from forkyard.host.cgroup import CgroupBox, Cgroups
+from forkyard.host.cgroup import CgroupBox, Cgroups, thread_limit
 from forkyard.host.files import rmtree
 from forkyard.host.memory import memory_mb
 from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
 from forkyard.yard import names
-from forkyard.yard.background import Services, finish, insist
+from forkyard.yard.background import Services, begin, finish, insist
 from forkyard.yard.blanks import Blanks, Kind
 
 log = logging.getLogger("forkyard.yard")
@@ -105,6 +105,21 @@ class Box:
     layers: list[str]
     start_ms: float = 0.0
     steps_ms: dict[str, float] = field(default_factory=dict)
+    quells: int = 0
+
+    @contextlib.contextmanager
+    def quelled(self) -> Iterator[None]:
+        """Meanwhile the guest's programs hardly run, so that its agent can act on them."""
+        self._quell(1)
+        try:
+            yield
+        finally:
+            self._quell(-1)
+
+    def _quell(self, change: int) -> None:
+        before, self.quells = self.quells, self.quells + change
+        if self.cgroup is not None and bool(before) != bool(self.quells):
+            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +214,8 @@ class Machines:
             marks["agent"] = time.perf_counter()
             box = Box(site.id, machine, guest, site.cgroup, list(disk.layers))
             undo.keep()
+        if site.cgroup is not None:
+            begin(self.tg, self._set_apart(box, site.cgroup))
         last = begun
         for name, mark in marks.items():
             box.steps_ms[name] = (mark - last) * 1e3
@@ -218,10 +235,17 @@ class Machines:
             mem_mb=limits.mem_mb,
             mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
             cpus=limits.cpus,
-            # The sentry ends where the host has no thread for it, and ptrace takes one for each
-            # pair of a guest process and a thread of the sentry that has run it.
-            pids=20 * limits.processes + 400,
+            pids=thread_limit(limits.processes),
         )
+
+    async def _set_apart(self, box: Box, cgroup: CgroupBox) -> None:
+        """Give the guest's kernel and the agent, which run by now, the CPU before whatever else will
+        run in the guest: five hundred busy programs would leave the agent a five-hundredth.
+        Nobody waits for it; a box that ends meanwhile needs it no more."""
+        root = self.engine.guest_root(box.machine, cgroup.pids())
+        if root is not None:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(cgroup.set_apart, root)
 
     # -- boxes made ahead --------------------------------------------------------------
 

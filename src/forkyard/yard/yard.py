@@ -41,6 +41,7 @@ from forkyard.yard.exploring import Exploring
 from forkyard.yard.files import Files
 from forkyard.yard.forking import Forking
 from forkyard.yard.git import Git
+from forkyard.yard.crowds import Crowds
 from forkyard.yard.leases import Leases
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.lineage import tree
@@ -482,6 +483,7 @@ async def open_yard(
         tg.create_task(yard.leases.run())
         tg.create_task(yard.replies.prune())
         tg.create_task(machines.blanks.run())
+        tg.create_task(Crowds(context).run())
         process.Reaper().start(tg)
         disks.start(tg)
         images.start(tg)
