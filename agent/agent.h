@@ -213,6 +213,7 @@ struct procs { struct proc *v; size_t n, cap; bool stopped; };
 /* Stops all processes on the way if they leave us too little of the CPU; procs_free lets them go on. */
 bool procs_scan(struct procs *, bool marks);
 void procs_free(struct procs *);
+extern uint64_t stood_still_ms; /* when that was last so */
 /* Sends SIGKILL to all that descends from the command. How many were alive. */
 int procs_kill_tree(struct cmd *);
 int procs_kill_pid_tree(pid_t root, int sig);

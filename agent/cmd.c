@@ -225,8 +225,9 @@ void cmd_reaped(pid_t pid, int status, uint64_t cpu_us, uint64_t rss_kb) {
     c->rss_kb = rss_kb;
     if (WIFSIGNALED(status)) {
         c->sig = WTERMSIG(status);
-        /* A group that we stopped to kill it is hung up by the kernel when its last parent goes. */
-        if (c->sig == SIGHUP && c->kill_until) c->sig = SIGKILL;
+        /* A group that we stopped is hung up by the kernel when its last parent goes. */
+        if (c->sig == SIGHUP && !c->kill_until && stood_still_ms && now_ms() < stood_still_ms + 2000) c->crowded = true;
+        if (c->sig == SIGHUP && (c->kill_until || c->crowded)) c->sig = SIGKILL;
         c->code = 128 + c->sig;
     } else if (!c->code) {
         c->code = WEXITSTATUS(status);

@@ -45,11 +45,14 @@ static bool parse_stat(const char *text, struct proc *p) {
     return true;
 }
 
+uint64_t stood_still_ms;
+
 /* Among hundreds of busy processes each of our thousands of calls waits for its turn. One call stops
    them all, and where the machine is ours alone that is nobody else's harm. */
-static void stand_still(struct procs *l, uint64_t begun) {
-    if (l->stopped || plain || getpid() != 1 || l->n < SLOW_SCAN_PROCS || now_ms() - begun < SLOW_SCAN_MS) return;
+static void stand_still(struct procs *l) {
+    if (l->stopped || plain || getpid() != 1) return;
     l->stopped = kill(-1, SIGSTOP) == 0;
+    stood_still_ms = now_ms();
 }
 
 bool procs_scan(struct procs *l, bool marks) {
@@ -60,7 +63,7 @@ bool procs_scan(struct procs *l, bool marks) {
     char text[1024];
     for (struct dirent *e; (e = readdir(d)) && l->n < MAX_PROCS;) {
         if (e->d_name[0] < '1' || e->d_name[0] > '9') continue;
-        stand_still(l, begun);
+        if (l->n >= SLOW_SCAN_PROCS && now_ms() - begun > SLOW_SCAN_MS) stand_still(l);
         if (l->n == l->cap) {
             size_t cap = l->cap ? l->cap * 2 : 64;
             struct proc *v = realloc(l->v, cap * sizeof *v);
@@ -211,16 +214,19 @@ static void clear_crowd(struct procs *l, const struct proc *of, struct cmd *c) {
     }
 }
 
-/* The process with the largest memory, or (1) what has the most processes. Where the process belongs to
+/* The process with the largest memory, or (1) what has the most processes; (2) the daemon knows that there
+   are so many that all have to stop before we look. Where the process belongs to
    a one-shot command, the command ends whole (thirty small hogs are one command); a terminal or a session fed
    by a pipe loses the process only. */
 void op_kill_largest(uint32_t stream, struct in *in) {
-    bool crowd = in->left && get8(in) == 1;
+    uint8_t how = in->left ? get8(in) : 0;
+    bool crowd = how & 1;
     size_t least = crowd ? get32(in) : 0;
     struct procs l = {0};
     const struct proc *worst = NULL;
     struct cmd *c = NULL;
     size_t count = 0;
+    if (how & 2) stand_still(&l);
     if (!procs_scan(&l, true))
         ;
     else if (crowd)

@@ -282,11 +282,13 @@ class Guest(GuestFiles):
             raise InvalidRequestError(f"process {pid} cannot be signalled")
         await self._ask(Op.KILL, Packer().u32(pid).u32(number).u8(scope).done(), f"process {pid}")
 
-    async def kill_largest(self, *, timeout_s: float = 5) -> Killed | None:
+    async def kill_largest(self, *, crowded: bool = False, timeout_s: float = 5) -> Killed | None:
         """Free memory: kill the process that has most of it, without starting anything. A one-shot
         command ends whole; a PTY or a session fed by a pipe loses the process only. The command's
-        exit says ``oom``. None: nothing runs but the agent."""
-        u = await self._ask(Op.KILL_LARGEST, b"", "kill_largest", timeout_s)
+        exit says ``oom``. ``crowded``: so many run that all are stopped first, for the agent to look
+        around. None: nothing runs but the agent."""
+        how = Packer().u8(2 if crowded else 0).done()
+        u = await self._ask(Op.KILL_LARGEST, how, "kill_largest", timeout_s)
         killed = self._parse(lambda u: Killed(u.u32(), u.u64() / 1024, u.u32()), u)
         return killed if killed.pid else None
 
@@ -299,7 +301,7 @@ class Guest(GuestFiles):
         """End the command, or what is left of one, that has the most processes, without starting
         anything; None: none has as many as ``least``. Of a terminal or a session fed by a pipe all goes but
         the command's own process. The command's exit says ``crowded``."""
-        u = await self._ask(Op.KILL_LARGEST, Packer().u8(1).u32(least).done(), "kill_crowd", timeout_s)
+        u = await self._ask(Op.KILL_LARGEST, Packer().u8(3).u32(least).done(), "kill_crowd", timeout_s)
         killed = self._parse(lambda u: Killed(u.u32(), u.u64() / 1024, u.u32(), u.u32()), u)
         return killed if killed.pid else None
 

@@ -273,11 +273,6 @@ class CgroupBox:
         takes 10 ms and more; without effect where the CPU is not controlled."""
         raise NotImplementedError
 
-    def quell(self, quelled: bool) -> None:
-        """Leave what was set apart a hundredth of a CPU, or lift that again. Not nothing: the guest's
-        kernel has it do things (unmap memory, say) while it holds locks that the agent needs too."""
-        raise NotImplementedError
-
     def usage(self) -> GroupUsage:
         """What the group uses."""
         raise NotImplementedError
@@ -378,11 +373,6 @@ class _V1Box(CgroupBox):
         # A new group's cpu.shares are those of one thread, and threads beside it count one by one.
         _write(f"{part}/cgroup.procs", pid)
 
-    def quell(self, quelled: bool) -> None:
-        with contextlib.suppress(FileNotFoundError, KeyError):
-            quota_us = _PERIOD_US // 100 if quelled else -1
-            _write(f"{self._file('cpu', _GUEST)}/cpu.cfs_quota_us", quota_us)
-
     def _stat(self) -> dict[str, int]:
         return _fields(self._file("memory", "memory.stat"))
 
@@ -469,11 +459,6 @@ class _V2Box(CgroupBox):
             _write(f"{self._dir}/{_KERNEL}/cpu.weight", 10 * _WEIGHT)
             _write(f"{part}/cpu.weight", _WEIGHT)
         _write(f"{part}/cgroup.procs", pid)
-
-    def quell(self, quelled: bool) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            quota_us = _PERIOD_US // 100 if quelled else "max"
-            _write(f"{self._dir}/{_GUEST}/cpu.max", f"{quota_us} {_PERIOD_US}")
 
     def mem_bytes(self) -> int:
         stat = _fields(f"{self._dir}/memory.stat")

@@ -18,6 +18,7 @@ from forkyard.errors import DeadlineError, ForkyardError
 from forkyard.host.cgroup import thread_limit
 from forkyard.yard.background import begin
 from forkyard.yard.context import Context
+from forkyard.yard.lifecycle import CROWD, CROWD_S
 from forkyard.yard.machines import Box
 from forkyard.yard.model import Sandbox
 
@@ -26,10 +27,7 @@ log = logging.getLogger("forkyard.yard")
 TICK_S = 0.25
 # An agent that has the CPU answers within milliseconds.
 ANSWER_S = 0.5
-# How long it may take to find and end the processes, with each of its calls waiting for its turn.
-ACT_S = 30.0
-# Fewer threads than this are no crowd, and no command with fewer processes than the share of the guest's limit.
-CROWD = 200
+# The part of the guest's limit on processes that one command must have to be ended for it.
 SHARE = 4
 
 
@@ -63,7 +61,7 @@ class Crowds:
                 # It is well; asking on would cost it more than it gives.
                 await asyncio.sleep(ANSWER_S)
                 return
-            killed = await box.guest.kill_crowd(max(32, sandbox.doc.processes // SHARE), timeout_s=ACT_S)
+            killed = await box.guest.kill_crowd(max(32, sandbox.doc.processes // SHARE), timeout_s=CROWD_S)
             if killed is None:
                 return
             log.warning("%s had %d processes of one command and did not answer", sandbox.id, killed.processes)

@@ -54,8 +54,6 @@ log = logging.getLogger("forkyard.yard")
 ORPHAN_S = 30.0
 # A killed tree is gone within this, or the sandbox is not well.
 KILL_S = 30.0
-# After that the guest's other programs stand back for it.
-QUELL_S = 0.3
 # How long the agent keeps an ended command's output, for a reply that is on its way.
 LINGER_S = 0.3
 # So many results of streamed commands are kept for those who ask after the end.
@@ -153,7 +151,7 @@ class Execs:
             else:
                 feeder = None
             process.hold()
-            timed_out = await self._drain(box, process, request.timeout_s, out, err, spool)
+            timed_out = await self._drain(process, request.timeout_s, out, err, spool)
             if feeder is not None:
                 feeder.cancel()
             status = process.status
@@ -215,13 +213,7 @@ class Execs:
         return task
 
     async def _drain(
-        self,
-        box: Box,
-        process: GuestProcess,
-        timeout_s: float | None,
-        out: Capture,
-        err: Capture,
-        spool: Spool,
+        self, process: GuestProcess, timeout_s: float | None, out: Capture, err: Capture, spool: Spool
     ) -> bool:
         """Take all output until the command has ended; whether it had to be ended for its time."""
         try:
@@ -231,7 +223,6 @@ class Execs:
         except TimeoutError:
             pass
         process.kill_tree()
-        helping, _ = begin(self.context.tg, _quell_by_turns(box))
         try:
             async with asyncio.timeout(KILL_S):
                 await self._take(process, out, err, spool)
@@ -239,8 +230,6 @@ class Execs:
             raise SandboxLostError(
                 f"a command that ran out of time could not be ended within {KILL_S:g} s", cause="guest"
             ) from None
-        finally:
-            helping.cancel()
         return True
 
     @staticmethod
@@ -513,15 +502,6 @@ class Execs:
             duration_ms=0.0,
             audit_seq=0,
         )
-
-
-async def _quell_by_turns(box: Box) -> None:
-    """While a killed tree is not gone, give the agent the CPU half of the time: to find what is
-    still to be killed. In the other half the guest's programs get it, to do their part of their end."""
-    while True:
-        await asyncio.sleep(QUELL_S)
-        with box.quelled():
-            await asyncio.sleep(QUELL_S)
 
 
 def _forget(process: GuestProcess, spool: Spool) -> None:

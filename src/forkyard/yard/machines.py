@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,21 +105,6 @@ class Box:
     layers: list[str]
     start_ms: float = 0.0
     steps_ms: dict[str, float] = field(default_factory=dict)
-    quells: int = 0
-
-    @contextlib.contextmanager
-    def quelled(self) -> Iterator[None]:
-        """Meanwhile the guest's programs hardly run, so that its agent can act on them."""
-        self._quell(1)
-        try:
-            yield
-        finally:
-            self._quell(-1)
-
-    def _quell(self, change: int) -> None:
-        before, self.quells = self.quells, self.quells + change
-        if self.cgroup is not None and bool(before) != bool(self.quells):
-            pass
 
 
 @dataclass(frozen=True, slots=True)
