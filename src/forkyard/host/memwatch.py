@@ -198,9 +198,8 @@ class V1Watch(MemoryWatch):
         if self.closed:
             return
         with contextlib.suppress(OSError):
-            if b"under_oom 1" in _get(self._oom_path):
-                if not self._raise():
-                    _put(self._oom_path, 0)
+            if b"under_oom 1" in _get(self._oom_path) and not self._raise():
+                _put(self._oom_path, 0)
         self._look()
 
     def _raise(self) -> bool:

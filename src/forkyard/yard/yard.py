@@ -35,13 +35,13 @@ from forkyard.yard.applying import Applying
 from forkyard.yard.background import Services
 from forkyard.yard.code import Code
 from forkyard.yard.context import Context, Sandboxes, locked
+from forkyard.yard.crowds import Crowds
 from forkyard.yard.diffs import Diffs
 from forkyard.yard.execs import Execs
 from forkyard.yard.exploring import Exploring
 from forkyard.yard.files import Files
 from forkyard.yard.forking import Forking
 from forkyard.yard.git import Git
-from forkyard.yard.crowds import Crowds
 from forkyard.yard.leases import Leases
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.lineage import tree
