@@ -216,6 +216,7 @@ void procs_free(struct procs *);
 extern uint64_t stood_still_ms; /* when that was last so */
 /* Sends SIGKILL to all that descends from the command. How many were alive. */
 int procs_kill_tree(struct cmd *);
+void procs_winch(const struct cmd *); /* its terminal has another size */
 int procs_kill_pid_tree(pid_t root, int sig);
 void op_procs(uint32_t stream, struct in *);
 void op_kill(uint32_t stream, struct in *);

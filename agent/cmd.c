@@ -285,7 +285,9 @@ static void on_control(struct stream *s, uint8_t type, struct in *in) {
     struct cmd *c = s->ctx;
     if (type == T_RESIZE) {
         int rows = get16(in), cols = get16(in);
-        if (c->flags & C_PTY && c->out >= 0) pty_resize(c->out, rows, cols);
+        if (!(c->flags & C_PTY) || c->out < 0) return;
+        pty_resize(c->out, rows, cols);
+        procs_winch(c);
     } else if (type == T_SIGNAL) {
         int sig = (int)get32(in), scope = get8(in);
         if (in->bad || sig < 0 || sig > 64) return;

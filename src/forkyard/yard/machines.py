@@ -297,7 +297,9 @@ class Machines:
 
     async def _freeze(self, box: Box, layer: str, image: str | None) -> Frozen:
         dirty_mb = await self._write_out(box)
-        quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
+        quiesced = False
+        with contextlib.suppress(ForkyardError):  # it forged the wire, and is lost for that afterwards
+            quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
         paused = time.perf_counter()
         try:
             done = await finish(self.tg, self._while_paused(box, layer, image))
