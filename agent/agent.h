@@ -40,7 +40,7 @@ enum op {
     OP_CHMOD, OP_CHOWN, OP_UTIME,
     OP_RESOLVE = 64, OP_CONNECT, OP_EGRESS,
 };
-enum { FEATURE_NET = 1 };
+enum { FEATURE_NET = 1, FEATURE_CROWDS = 2 };
 
 /* ---- wire.c: reading and writing payloads */
 struct in { const uint8_t *p; size_t left; bool bad; };
@@ -168,7 +168,7 @@ struct cmd {
     struct ring ring[2], stdin_;
     uint64_t stdin_seen;
     uint64_t must[2]; /* offsets that output has to reach before a drain may end */
-    bool stdin_eof, exited, drained, exit_sent, oom, killing, drop, lost;
+    bool stdin_eof, exited, drained, exit_sent, oom, crowded, killing, drop, lost;
     int code, sig;
     uint64_t cpu_us, rss_kb, started_ms;
     uint64_t gap_at, cut_at, kill_until, kill_at, idle_until;
@@ -188,6 +188,7 @@ void cmd_free(struct cmd *);
 void cmd_kill_tree(struct cmd *);
 uint64_t cmd_mark(const struct cmd *);
 struct cmd *cmd_by_mark(uint64_t mark);
+bool cmd_marked(uint64_t mark); /* whether it is some command's, perhaps one that is forgotten */
 void cmds_table(struct buf *);
 struct pollfd;
 size_t cmds_poll(struct pollfd *, size_t max);
@@ -208,11 +209,14 @@ int pty_resize(int fd, int rows, int cols);
 
 /* ---- procs.c: what /proc says */
 struct proc { pid_t pid, ppid, pgrp, session; char state; uint64_t mark, cpu_ms, children_ms, rss_kb; bool hit; };
-struct procs { struct proc *v; size_t n, cap; };
+struct procs { struct proc *v; size_t n, cap; bool stopped; };
+/* Stops all processes on the way if they leave us too little of the CPU; procs_free lets them go on. */
 bool procs_scan(struct procs *, bool marks);
 void procs_free(struct procs *);
+extern uint64_t stood_still_ms; /* when that was last so */
 /* Sends SIGKILL to all that descends from the command. How many were alive. */
 int procs_kill_tree(struct cmd *);
+void procs_winch(const struct cmd *); /* its terminal has another size */
 int procs_kill_pid_tree(pid_t root, int sig);
 void op_procs(uint32_t stream, struct in *);
 void op_kill(uint32_t stream, struct in *);

@@ -119,7 +119,7 @@ static void attach(const struct header *h, struct in *in) {
     putraw(&b, nonce, 16);
     bool ok = min <= WIRE_VERSION && max >= WIRE_VERSION_MIN;
     put16(&b, ok ? WIRE_VERSION : 0);
-    put64(&b, FEATURE_NET);
+    put64(&b, FEATURE_NET | FEATURE_CROWDS);
     putbytes(&b, BUILD_ID, strlen(BUILD_ID));
     put32(&b, (uint32_t)getpid());
     put64(&b, now_ms());

@@ -21,6 +21,8 @@ static unsigned count;
 #define MARK_BASE 0x0F59000000000000ull
 uint64_t cmd_mark(const struct cmd *c) { return MARK_BASE | (uint64_t)getpid() << 24 | (c->id & 0xFFFFFF); }
 
+bool cmd_marked(uint64_t mark) { return mark >> 48 == MARK_BASE >> 48; }
+
 struct cmd *cmd_by_mark(uint64_t mark) {
     for (struct cmd *c = cmds; c; c = c->next)
         if (cmd_mark(c) == mark) return c;
@@ -223,8 +225,9 @@ void cmd_reaped(pid_t pid, int status, uint64_t cpu_us, uint64_t rss_kb) {
     c->rss_kb = rss_kb;
     if (WIFSIGNALED(status)) {
         c->sig = WTERMSIG(status);
-        /* A group that we stopped to kill it is hung up by the kernel when its last parent goes. */
-        if (c->sig == SIGHUP && c->kill_until) c->sig = SIGKILL;
+        /* A group that we stopped is hung up by the kernel when its last parent goes. */
+        if (c->sig == SIGHUP && !c->kill_until && stood_still_ms && now_ms() < stood_still_ms + 2000) c->crowded = true;
+        if (c->sig == SIGHUP && (c->kill_until || c->crowded)) c->sig = SIGKILL;
         c->code = 128 + c->sig;
     } else if (!c->code) {
         c->code = WEXITSTATUS(status);
@@ -282,7 +285,9 @@ static void on_control(struct stream *s, uint8_t type, struct in *in) {
     struct cmd *c = s->ctx;
     if (type == T_RESIZE) {
         int rows = get16(in), cols = get16(in);
-        if (c->flags & C_PTY && c->out >= 0) pty_resize(c->out, rows, cols);
+        if (!(c->flags & C_PTY) || c->out < 0) return;
+        pty_resize(c->out, rows, cols);
+        procs_winch(c);
     } else if (type == T_SIGNAL) {
         int sig = (int)get32(in), scope = get8(in);
         if (in->bad || sig < 0 || sig > 64) return;
@@ -318,7 +323,7 @@ static bool pump(struct stream *s) {
         struct buf b = {0};
         put32(&b, (uint32_t)c->code);
         put32(&b, (uint32_t)c->sig);
-        put32(&b, c->oom ? 1 : 0);
+        put32(&b, (c->oom ? 1 : 0) | (c->crowded ? 2 : 0));
         put64(&b, c->cpu_us);
         put64(&b, c->rss_kb);
         put64(&b, c->ring[0].end);

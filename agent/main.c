@@ -63,7 +63,15 @@ static void proc_without_cache(void) {
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "dentry_cache_limit=0");
 }
 
+/* gVisor's release of July 2024 shows everybody the environment that we were started with (and 2026's nobody).
+   We need none of it. */
+static void forget_environment(void) {
+    for (char **e = environ; e && *e; e++) memset(*e, 0, strlen(*e));
+    clearenv();
+}
+
 static void setup(void) {
+    forget_environment();
     sigset_t all;
     sigfillset(&all);
     /* Whatever the daemon was started with. By the call itself: the C library keeps a few numbers from its

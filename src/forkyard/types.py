@@ -163,6 +163,7 @@ class ExecResult(Record):
     ``stdout`` and ``stderr`` are text (UTF-8, undecodable bytes replaced);
     ``stdout_bytes`` and ``stderr_bytes`` are the bytes as they came. ``signal`` is the
     number of the signal that ended it, or None; ``exit_code`` is then 128 + signal.
+    ``process_limit``: it was ended since its processes filled the sandbox, which no longer answered.
     ``truncated`` says that output beyond ``max_output`` was dropped, ``omitted_bytes``
     how much. ``merged`` holds both streams in order of arrival if ``merge=True``.
     """
@@ -176,6 +177,7 @@ class ExecResult(Record):
     timed_out: bool = False
     oom: bool = False
     disk_full: bool = False
+    process_limit: bool = False
     truncated: bool = False
     omitted_bytes: int = 0
     duration_ms: float = 0.0

@@ -84,6 +84,7 @@ class Feature(IntFlag):
     """What an agent says in its HELLO that it can do."""
 
     NETWORK = 1
+    CROWDS = 2
 
 
 class NetFlag(IntFlag):

@@ -361,30 +361,36 @@ BOMBS = {
     "sleepers": "python3 -c 'import os, time\nwhile True:\n try: os.fork()\n except OSError: time.sleep(1)'",
     "spinners": "python3 -c 'import os\nwhile True:\n try: os.fork()\n except OSError: pass'",
 }
-DROWNS = pytest.mark.xfail(strict=False, reason="500 Pythons leave the agent 1/500 of the CPU")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "bomb", ["shell", "bash", *(pytest.param(name, marks=DROWNS) for name in ("sleepers", "spinners"))]
-)
+@pytest.mark.parametrize("bomb", BOMBS)
 def test_11_a_fork_bomb_hurts_only_itself(client: Client, bomb: str) -> None:  # noqa: F811
+    # What others run on this machine takes its share of the same time.
+    limit_s = 5 * max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
     client.create_sandbox("bomb")
     client.create_sandbox("neighbour")
     with ThreadPoolExecutor(1) as pool:
-        going_off = pool.submit(client.shell, "bomb", BOMBS[bomb], timeout_s=10)
+        going_off = pool.submit(client.shell, "bomb", BOMBS[bomb], timeout_s=60)
         time.sleep(3)  # the bomb's own time
         for name in ("neighbour", "bomb"):
             begun = time.monotonic()
-            result = client.shell(name, "echo ok", user="root", timeout_s=5)
-            # Ending what had no time left takes its own while in a full process table.
-            assert time.monotonic() - begun < (20 if name == "neighbour" else 40)
-            # With the table full there may be no room for a shell, and that is told.
-            assert result.stdout == "ok\n" or (name == "bomb" and not result.ok)
-        going_off.result(60)
+            result = client.shell(name, "echo ok", user="root", timeout_s=2 * limit_s)
+            assert result.stdout == "ok\n" and time.monotonic() - begun < limit_s, (name, result)
+        ended = going_off.result(90)
+    # The crowd is ended for its number or, where that comes first, for its memory.
+    assert ended.exit_code == 137 and (ended.process_limit or ended.oom) and not ended.timed_out, ended
+    told = [record.data for record in client.audit("bomb") if record.kind == "exec"]
+    assert any(data.get("process_limit") or data.get("oom") for data in told)
     for name in ("neighbour", "bomb"):
         until(lambda name=name: client.shell(name, "echo ok", timeout_s=5).stdout == "ok\n", 30)
         assert client.get_sandbox(name).state == "running"
+
+
+def test_11_many_idle_processes_are_no_bomb(box: Sandbox) -> None:
+    result = box.shell("for i in $(seq 150); do sleep 60 & done; sleep 3; echo ok", timeout_s=60)
+    assert result.stdout == "ok\n" and not result.process_limit
+    assert commands(box).count("sleep 60") == 150
 
 
 HOGS = {

@@ -19,7 +19,7 @@ import pytest
 from host_state import eventually
 from yard_home import YardHome, client, until, yard  # noqa: F401
 
-from forkyard import Client, ConflictError, ForkyardError, NotFoundError
+from forkyard import Client, ConflictError, ForkyardError, NotFoundError, SandboxLostError
 from forkyard.client.sync_sandbox import Sandbox
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -330,7 +330,10 @@ for fd in (0, 1, 2):
     for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
         attempt(f"fd/{fd} {flags}", lambda: os.open(f"/proc/1/fd/{fd}", flags | os.O_NONBLOCK))
 attempt("mem", lambda: os.open("/proc/1/mem", os.O_RDWR))
-attempt("environ", lambda: open("/proc/1/environ").read())
+def environ():
+    # Debian's runsc of 2024 opens it for everybody: there is nothing in it.
+    if not open("/proc/1/environ").read().strip("\0"): raise OSError("empty")
+attempt("environ", environ)
 if os.getuid():
     attempt("kill", lambda: os.kill(1, 9))
 libc = ctypes.CDLL(None, use_errno=True)
@@ -513,8 +516,13 @@ def test_28_a_freeze_goes_on_whatever_the_guest_does(client: Client, box: Sandbo
     next(process.stream())
     time.sleep(0.5)  # the guest's own time to get in the way
     begun = time.monotonic()
-    kept = client.snapshot("a", memory=False)
-    with_memory = client.snapshot("a")
+    try:
+        kept = client.snapshot("a", memory=False)
+        with_memory = client.snapshot("a")
+    except SandboxLostError as error:
+        # Between freezes one that goes on forging frames is lost for that, and its disk is kept.
+        assert how == "floods the wire" and error.cause == "guest", error
+        return
     assert time.monotonic() - begun < 40
     process.close()
     client.create_sandbox("disk", snapshot=kept.id)

@@ -81,6 +81,37 @@ async def test_pids(box):
     assert done.rc != 0 and b"Resource temporarily unavailable" in done.stderr
 
 
+async def test_what_is_set_apart_gets_no_more_than_one_thread(box):
+    """Ten busy processes set apart, and one thread beside them: half of the group's CPU each."""
+    spin = "while True: pass"
+    starter = (
+        "import subprocess, sys\nsys.stdin.readline()\n"
+        f"crowd = [subprocess.Popen([sys.executable, '-c', {spin!r}]) for _ in range(10)]\n"
+        "print(1, flush=True); sys.stdin.readline()"
+    )
+    with _running(box, starter) as source, _running(box, spin) as beside:
+        box.set_apart(source.pid)
+        box.set_apart(source.pid)
+        source.stdin.write(b"\n")
+        source.stdin.flush()
+        assert source.stdout.readline() == b"1\n"
+        assert len(box.pids()) == 12 and box.threads() == 12
+        crowd = set(box.pids()) - {source.pid, beside.pid}
+
+        def spent(pids: set[int]) -> int:
+            fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+            return sum(int(one[11]) for one in fields)
+
+        before = spent(crowd), spent({beside.pid})
+        async with asyncio.timeout(60):
+            while spent({beside.pid}) - before[1] < 50:  # noqa: ASYNC110 - half a second of its own
+                await asyncio.sleep(0.05)
+        # By number it would be ten times as much.
+        assert spent(crowd) - before[0] < 4 * (spent({beside.pid}) - before[1])
+        for pid in crowd:
+            os.kill(pid, signal.SIGKILL)
+
+
 async def test_freezing(box):
     code = "import time\nwhile True:\n  print(1, flush=True); time.sleep(0.005)"
     with _running(box, code) as child:
@@ -186,6 +217,24 @@ sys.stdin.readline()
             os.kill(pid, signal.SIGKILL)
 
 
+async def test_room_is_made_before_a_fork_would_fail(box):
+    """Near the kernel's limit a page fault can wait for more of it; a fork cannot."""
+    code = "import sys; x = bytearray(b'x' * (330 << 20)); print(1, flush=True); sys.stdin.readline()"
+    limit = Path(box.dirs["memory"]) / "memory.limit_in_bytes"
+    if not limit.exists():
+        pytest.skip("version 1 only")
+    with _running(box, code) as child:
+        watch = box.watch_memory(asyncio.get_running_loop(), lambda used, limit: None)
+        try:
+            assert (await asyncio.to_thread(child.stdout.readline)) == b"1\n"
+            async with asyncio.timeout(20):
+                while int(limit.read_text()) <= (256 + 128) << 20:  # noqa: ASYNC110 - a file of the kernel's
+                    await asyncio.sleep(0.01)
+        finally:
+            watch.close()
+    assert box.oom_kills() == 0
+
+
 async def test_one_that_nobody_stops_is_left_to_the_kernel(box, monkeypatch):
     monkeypatch.setattr(memwatch, "_RAISES_WITH_ROOM", 3)  # as on a host without room
     calls: list[float] = []
@@ -230,6 +279,27 @@ def _v2_mount() -> Path | None:
     return None
 
 
+async def test_the_parts_of_a_version_2_group(tmp_path):
+    """Where no controller is: only which process is where."""
+    mount = _v2_mount()
+    if mount is None:
+        pytest.skip("no cgroup2 mount")
+    group = mount / f"forkyard-test{os.getpid()}v2"
+    group.mkdir()
+    box = _V2Box("v2", {"memory": str(group)})
+    try:
+        assert box.divide() == [str(group / "kernel")]
+        with _running(box, "print(1, flush=True); input()") as child:
+            child.stdout.readline()
+            assert (group / "kernel/cgroup.procs").read_text().split() == [str(child.pid)]
+            box.set_apart(child.pid)
+            assert (group / "guest/cgroup.procs").read_text().split() == [str(child.pid)]
+            assert box.pids() == [child.pid]
+    finally:
+        await box.delete()
+    assert not group.exists()
+
+
 async def test_changes_of_a_version_2_file_are_heard(tmp_path):
     """The mechanism of the version 2 watch, where no memory controller is: on cgroup.events."""
     mount = _v2_mount()
@@ -239,6 +309,7 @@ async def test_changes_of_a_version_2_file_are_heard(tmp_path):
     group.mkdir()
     try:
         found = _V2Box("v2", {"memory": str(group)})
+        found.divide()
         changed = asyncio.Event()
         fd = os.open(group / "cgroup.events", os.O_RDONLY)
         epoll = select.epoll()
@@ -255,7 +326,7 @@ async def test_changes_of_a_version_2_file_are_heard(tmp_path):
             epoll.close()
             os.close(fd)
     finally:
-        group.rmdir()
+        await found.delete()
 
 
 async def test_version_2_watch_over_files(tmp_path):

@@ -220,7 +220,7 @@ class Process:
 
 
 # What a result's fields are where the daemon leaves them out.
-RESULT = {"timed_out": False, "oom": False, "disk_full": False, "duration_ms": 0.0}
+RESULT = {"timed_out": False, "oom": False, "disk_full": False, "process_limit": False, "duration_ms": 0.0}
 
 
 def events(connection: Connection) -> Iterator[dict[str, Any]]:

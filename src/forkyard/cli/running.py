@@ -125,6 +125,8 @@ def outcome(result: Any) -> int:
             note(f"forkyard: timed out after {result.duration_ms / 1000:.1f} s")
         elif result.oom:
             note("forkyard: killed, since the sandbox was out of memory")
+        elif result.process_limit:
+            note("forkyard: killed, since its processes filled the sandbox")
         elif result.disk_full:
             note("forkyard: the sandbox's disk is full")
     return EXIT_TIMED_OUT if result.timed_out else int(result.exit_code)

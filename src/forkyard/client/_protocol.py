@@ -265,6 +265,7 @@ def checked(outcome: ty.ExecResult, command: Command, sandbox: str) -> ty.ExecRe
         return outcome
     shown = command if isinstance(command, str) else " ".join(command)
     why = "timed out" if outcome.timed_out else "ran out of memory" if outcome.oom else ""
+    why = why or ("filled the sandbox with its processes" if outcome.process_limit else "")
     tail = outcome.stderr_bytes[-400:].decode("utf-8", "replace").strip()
     raise errors.CommandFailedError(
         f"{shown[:200]!r} {why or f'exited with {outcome.exit_code}'}" + (f": {tail}" if tail else ""),

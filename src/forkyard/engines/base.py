@@ -101,6 +101,11 @@ class Engine(Protocol):
         """
         ...
 
+    def guest_root(self, machine: Machine, pids: list[int]) -> int | None:
+        """Which of the machine's processes is the one that all its guest's later processes come
+        from; None if they come from no one in particular."""
+        ...
+
     async def pause(self, machine: Machine) -> None:
         """Stop the guest's time. Returns when nothing in it runs any more."""
         ...

@@ -93,11 +93,13 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """What :meth:`Guest.kill_largest` killed; ``command`` is the pid of the command it belonged to, or 0."""
+    """What :meth:`Guest.kill_largest` and :meth:`Guest.kill_crowd` killed; ``command`` is the pid of the
+    command it belonged to, or 0; ``processes`` how many they were, of a crowd."""
 
     pid: int
     rss_mb: float
     command: int
+    processes: int = 0
 
 
 class Guest(GuestFiles):
@@ -280,12 +282,27 @@ class Guest(GuestFiles):
             raise InvalidRequestError(f"process {pid} cannot be signalled")
         await self._ask(Op.KILL, Packer().u32(pid).u32(number).u8(scope).done(), f"process {pid}")
 
-    async def kill_largest(self, *, timeout_s: float = 5) -> Killed | None:
+    async def kill_largest(self, *, crowded: bool = False, timeout_s: float = 5) -> Killed | None:
         """Free memory: kill the process that has most of it, without starting anything. A one-shot
         command ends whole; a PTY or a session fed by a pipe loses the process only. The command's
-        exit says ``oom``. None: nothing runs but the agent."""
-        u = await self._ask(Op.KILL_LARGEST, b"", "kill_largest", timeout_s)
+        exit says ``oom``. ``crowded``: so many run that all are stopped first, for the agent to look
+        around. None: nothing runs but the agent."""
+        how = Packer().u8(2 if crowded else 0).done()
+        u = await self._ask(Op.KILL_LARGEST, how, "kill_largest", timeout_s)
         killed = self._parse(lambda u: Killed(u.u32(), u.u64() / 1024, u.u32()), u)
+        return killed if killed.pid else None
+
+    @property
+    def has_crowds(self) -> bool:
+        """Whether this agent knows :meth:`kill_crowd`; those in older images do not."""
+        return self.info is not None and bool(self.info.features & Feature.CROWDS)
+
+    async def kill_crowd(self, least: int, *, timeout_s: float = 30) -> Killed | None:
+        """End the command, or what is left of one, that has the most processes, without starting
+        anything; None: none has as many as ``least``. Of a terminal or a session fed by a pipe all goes but
+        the command's own process. The command's exit says ``crowded``."""
+        u = await self._ask(Op.KILL_LARGEST, Packer().u8(3).u32(least).done(), "kill_crowd", timeout_s)
+        killed = self._parse(lambda u: Killed(u.u32(), u.u64() / 1024, u.u32(), u.u32()), u)
         return killed if killed.pid else None
 
     async def deleted_files(self) -> list[tuple[str, int, str]]:

@@ -101,13 +101,15 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """``code`` is 128 + ``signal`` for a command that a signal ended. ``max_rss_mb`` is 0 where unknown."""
+    """``code`` is 128 + ``signal`` for a command that a signal ended. ``max_rss_mb`` is 0 where unknown.
+    ``crowded``: it was ended because it had too many processes."""
 
     code: int
     signal: int | None
     cpu_ms: float
     max_rss_mb: float
     oom: bool
+    crowded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ class GuestProcess:
                 cpu_ms=cpu_us / 1000,
                 max_rss_mb=rss_kb / 1024,
                 oom=bool(flags & 1),
+                crowded=bool(flags & 2),
             )
             self._end_stdin()
             self._wake.set()

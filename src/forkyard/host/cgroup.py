@@ -4,6 +4,9 @@
 The kernel's own limit lies a reserve above it and is the last resort: at ``mem_mb`` the watch
 (:meth:`CgroupBox.watch_memory`) tells the daemon, which ends something inside the sandbox. Page
 cache counts for the kernel's limit only, where it is dropped first.
+
+Inside a box, what runs the guest's programs can be set apart (:meth:`CgroupBox.set_apart`): together
+those processes then weigh as much as one thread of the guest's kernel, however many they are.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from typing import NamedTuple
 from forkyard.errors import CapacityError, DeadlineError, InternalError, UnsupportedError
 from forkyard.host.memwatch import MemoryWatch, V1Watch, V2Watch
 
-__all__ = ["CgroupBox", "Cgroups", "GroupUsage"]
+__all__ = ["CgroupBox", "Cgroups", "GroupUsage", "thread_limit"]
 
 _V1_CONTROLLERS = ("memory", "cpu", "cpuacct", "pids", "freezer")
 _V2_CONTROLLERS = ("memory", "cpu", "pids")
 _MIB = 1 << 20
 _PERIOD_US = 100_000
+_WEIGHT = 100
 _NOTE = "trusted.forkyard"
+# Parts of a box: the guest's programs and, in version 2, where only leaves have processes, the rest.
+_GUEST, _KERNEL = "guest", "kernel"
 
 
 class GroupUsage(NamedTuple):
@@ -54,6 +60,14 @@ def _write(path: str, text: str | int) -> None:
 def _fields(path: str) -> dict[str, int]:
     pairs = (line.split() for line in _read(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+
+
+def thread_limit(processes: int) -> int:
+    """Threads that a box with so many guest processes may have on the host. A sentry that gets none
+    ends; ptrace takes one for each pair of a guest process and a thread of the sentry that has run it. No
+    box may have more than a quarter of the host's."""
+    host = min(int(_read(f"/proc/sys/kernel/{name}")) for name in ("pid_max", "threads-max"))
+    return min(20 * processes + 400, max(host // 4, 2 * processes + 400))
 
 
 class Cgroups:
@@ -157,9 +171,10 @@ class Cgroups:
                     self._make_roots()
                     os.mkdir(path)
                 made.append(path)
+            made += box.divide()
             box.update(mem_mb=mem_mb, mem_reserve_mb=mem_reserve_mb, cpus=cpus, pids=pids)
         except BaseException as error:
-            for path in made:
+            for path in reversed(made):
                 with contextlib.suppress(OSError):
                     os.rmdir(path)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EAGAIN, errno.ENOMEM):
@@ -185,6 +200,12 @@ class Cgroups:
             with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
                 found.update(entry.name for entry in entries if entry.is_dir())
         return sorted(found)
+
+    def threads(self) -> int:
+        """Threads in all boxes together; 0 where nobody counts them."""
+        with contextlib.suppress(KeyError, OSError):
+            return int(_read(f"{self._dirs['pids']}/pids.current"))
+        return 0
 
     def close(self) -> None:
         """Remove the home's own group if no box is left in it. Idempotent."""
@@ -242,6 +263,16 @@ class CgroupBox:
         script = "; ".join(f"echo 0 > {path} || exit 126" for path in files)
         return ["/bin/sh", "-c", f'{script}; exec "$@"', "sh", *argv]
 
+    def divide(self) -> list[str]:
+        """Make the parts that a new group must have before anything is in it; their directories."""
+        return []
+
+    def set_apart(self, pid: int) -> None:
+        """Move a process, and with it all that it starts from now on, to the part of the group that
+        gets no more of the CPU than one thread outside it while both want it. Waits for the kernel, which
+        takes 10 ms and more; without effect where the CPU is not controlled."""
+        raise NotImplementedError
+
     def usage(self) -> GroupUsage:
         """What the group uses."""
         raise NotImplementedError
@@ -249,6 +280,12 @@ class CgroupBox:
     def mem_bytes(self) -> int:
         """Anonymous and shared memory, which cannot be reclaimed."""
         raise NotImplementedError
+
+    def threads(self) -> int:
+        """Its threads; 0 where nobody counts them."""
+        with contextlib.suppress(KeyError, OSError):
+            return int(_read(self._file("pids", "pids.current")))
+        return 0
 
     def dirty_mb(self) -> float:
         """MiB of the group's page cache that still have to be written."""
@@ -271,10 +308,11 @@ class CgroupBox:
 
     def pids(self) -> list[int]:
         """Its processes."""
-        try:
-            return [int(pid) for pid in _read(f"{self.paths[0]}/cgroup.procs").split()]
-        except FileNotFoundError:
-            return []
+        found: list[int] = []
+        for path in (f"{self.paths[0]}/{part}" for part in (".", _GUEST, _KERNEL)):
+            with contextlib.suppress(FileNotFoundError):
+                found += [int(pid) for pid in _read(f"{path}/cgroup.procs").split()]
+        return found
 
     async def delete(self, deadline_s: float = 5.0) -> None:
         """Remove the group. Its processes must be gone, or on their way. Idempotent.
@@ -284,7 +322,8 @@ class CgroupBox:
         """
         end = time.monotonic() + deadline_s
         pause = 0.001
-        for path in self.paths:
+        parts = [f"{path}/{part}" for path in self.paths for part in (_GUEST, _KERNEL)]
+        for path in [*parts, *self.paths]:
             while True:
                 try:
                     os.rmdir(path)
@@ -324,6 +363,15 @@ class _V1Box(CgroupBox):
     def join_argv(self, argv: list[str]) -> list[str]:
         # "tasks" moves the writing thread alone, and that needs no wait for an RCU grace period
         return self._join(argv, [f"{path}/tasks" for path in self.paths])
+
+    def set_apart(self, pid: int) -> None:
+        if "cpu" not in self.dirs:
+            return
+        part = self._file("cpu", _GUEST)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(part)
+        # A new group's cpu.shares are those of one thread, and threads beside it count one by one.
+        _write(f"{part}/cgroup.procs", pid)
 
     def _stat(self) -> dict[str, int]:
         return _fields(self._file("memory", "memory.stat"))
@@ -390,8 +438,27 @@ class _V2Box(CgroupBox):
     def _limit_cpu(self, quota_us: int) -> None:
         _write(f"{self._dir}/cpu.max", f"{quota_us} {_PERIOD_US}")
 
+    def divide(self) -> list[str]:
+        part = f"{self._dir}/{_KERNEL}"
+        os.mkdir(part)
+        if "cpu" in self.dirs:
+            _write(f"{self._dir}/cgroup.subtree_control", "+cpu")
+        return [part]
+
     def join_argv(self, argv: list[str]) -> list[str]:
-        return self._join(argv, [f"{self._dir}/cgroup.procs"])
+        return self._join(argv, [f"{self._dir}/{_KERNEL}/cgroup.procs"])
+
+    def set_apart(self, pid: int) -> None:
+        part = f"{self._dir}/{_GUEST}"
+        if not os.path.isdir(f"{self._dir}/{_KERNEL}"):  # made by an earlier release
+            return
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(part)
+        if "cpu" in self.dirs:
+            # Here it is group against group: a kernel of several threads against one.
+            _write(f"{self._dir}/{_KERNEL}/cpu.weight", 10 * _WEIGHT)
+            _write(f"{part}/cpu.weight", _WEIGHT)
+        _write(f"{part}/cgroup.procs", pid)
 
     def mem_bytes(self) -> int:
         stat = _fields(f"{self._dir}/memory.stat")

@@ -85,6 +85,9 @@ class MemoryWatch:
     def _alarm(self) -> None:
         """Usage has crossed the limit."""
 
+    def _make_room(self, used: int) -> None:
+        """``used`` cannot be reclaimed: see that the kernel's limit stays clear of it for now."""
+
     def _look(self) -> None:
         if self.closed:
             return
@@ -99,6 +102,7 @@ class MemoryWatch:
                     return
             else:
                 self._alarm()
+                self._make_room(used)
         except OSError:  # the group is gone; whoever removed it will close us
             return
         wait = max(_LEAST_S, min(_MOST_S, (self.limit - used) / _FILL_RATE))
@@ -129,7 +133,8 @@ class V1Watch(MemoryWatch):
 
     The kernel's killer is off while we watch: whoever needs memory beyond the hard limit waits, and
     gets another reserve at once, so that the sandbox's own kernel can go on and its agent act. If
-    that happens again and again, the killer is switched on.
+    that happens again and again, the killer is switched on. Only page faults can wait: a fork that meets
+    the limit fails, and gVisor's kernel ends over that. So room is made before it is needed, too.
     """
 
     def _open(self) -> None:
@@ -137,6 +142,7 @@ class V1Watch(MemoryWatch):
         self._usage_path = f"{self.directory}/memory.usage_in_bytes"
         self._limit_path = f"{self.directory}/memory.limit_in_bytes"
         self._oom_path = f"{self.directory}/memory.oom_control"
+        self._kernel_path = f"{self.directory}/memory.kmem.usage_in_bytes"
         self._armed = False
         event = self._eventfd()
         self._register(event, self._oom_path, "")
@@ -192,13 +198,23 @@ class V1Watch(MemoryWatch):
         if self.closed:
             return
         with contextlib.suppress(OSError):
-            if b"under_oom 1" in _get(self._oom_path):
-                self._raised += 1
-                if self._raised > (_RAISES_WITH_ROOM if memory_mb()[1] > _ROOM_MB else _RAISES):
-                    _put(self._oom_path, 0)
-                else:
-                    _put(self._limit_path, self.limit + (1 + self._raised) * self.reserve)
+            if b"under_oom 1" in _get(self._oom_path) and not self._raise():
+                _put(self._oom_path, 0)
         self._look()
+
+    def _raise(self) -> bool:
+        """Another reserve, if there is one left."""
+        if self._raised >= (_RAISES_WITH_ROOM if memory_mb()[1] > _ROOM_MB else _RAISES):
+            return False
+        self._raised += 1
+        _put(self._limit_path, self.limit + (1 + self._raised) * self.reserve)
+        return True
+
+    def _make_room(self, used: int) -> None:
+        with contextlib.suppress(FileNotFoundError):  # a kernel without this account
+            used += int(_get(self._kernel_path))
+        if used > self.limit + (0.5 + self._raised) * self.reserve:
+            self._raise()
 
     def close(self) -> None:
         if not self.closed:

@@ -35,6 +35,7 @@ __all__ = [
     "find_program",
     "keep_table_large",
     "kill_pid",
+    "parent",
     "reap",
     "run",
     "start_time",
@@ -254,14 +255,23 @@ async def run(
 
 def start_time(pid: int) -> int | None:
     """Start time of ``pid`` in clock ticks since boot; None if it is gone or a zombie."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def parent(pid: int) -> int | None:
+    """The parent of ``pid``; None if it is gone or a zombie."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def _stat(pid: int) -> list[bytes]:
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             fields = file.read(4096).rpartition(b")")[2].split()
     except OSError:
-        return None
-    if len(fields) < 20 or fields[0] in (b"Z", b"X"):
-        return None
-    return int(fields[19])
+        return []
+    return [] if len(fields) < 20 or fields[0] in (b"Z", b"X") else fields
 
 
 @lru_cache(maxsize=1)

@@ -109,6 +109,7 @@ def result_of(
         timed_out=timed_out,
         oom=status.oom,
         disk_full=disk_full,
+        process_limit=status.crowded,
         truncated=omitted > 0,
         omitted_bytes=omitted,
         duration_ms=round(duration_ms, 3),

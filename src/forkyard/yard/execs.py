@@ -267,7 +267,7 @@ class Execs:
         said |= {"exit_code": status.code, "duration_ms": round(duration_ms, 1)}
         if out is not None and err is not None:
             said |= {"stdout_sha256": out.digest, "stderr_sha256": err.digest, "bytes": out.total + err.total}
-        for name, flag in (("oom", status.oom), ("timed_out", timed_out)):
+        for name, flag in (("oom", status.oom), ("process_limit", status.crowded), ("timed_out", timed_out)):
             if flag:
                 said[name] = True
         return self.context.audit.append("exec", sandbox.id, actor(caller), said)

@@ -39,6 +39,11 @@ from forkyard.yard.plans import Plan, for_create
 from forkyard.yard.snapshots import Snapshots, limits_of_sandbox
 from forkyard.yard.templates import Templates
 
+# So many threads of a box on the host are a crowd, whose members keep the agent from the CPU.
+CROWD = 150
+# How long the agent may take in one: each of its calls waits for its turn.
+CROWD_S = 30.0
+
 log = logging.getLogger("forkyard.yard")
 
 # Within this the memory of a killed process is free.
@@ -239,7 +244,8 @@ class Lifecycle:
 
         async def kill() -> None:
             try:
-                killed = await box.guest.kill_largest()
+                crowded = box.cgroup is not None and box.cgroup.threads() >= CROWD
+                killed = await box.guest.kill_largest(crowded=crowded, timeout_s=CROWD_S if crowded else 5)
                 if killed is not None:
                     if why == "process.oom":
                         sandbox.ooms[killed.command] = sandbox.ooms.get(killed.command, 0) + 1

@@ -33,7 +33,8 @@ from forkyard.yard.machines import Box, Limits, Start, identity
 
 log = logging.getLogger("forkyard.yard")
 
-PROCESSES = {"small": 512, "medium": 1024, "large": 2048}
+# By CPU: with more than these, busy ones leave the sentry no time for the agent (docs/security.md).
+PROCESSES = {"small": 256, "medium": 512, "large": 1024}
 
 
 class TemplateDoc(msgspec.Struct, kw_only=True):

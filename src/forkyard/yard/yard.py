@@ -35,6 +35,7 @@ from forkyard.yard.applying import Applying
 from forkyard.yard.background import Services
 from forkyard.yard.code import Code
 from forkyard.yard.context import Context, Sandboxes, locked
+from forkyard.yard.crowds import Crowds
 from forkyard.yard.diffs import Diffs
 from forkyard.yard.execs import Execs
 from forkyard.yard.exploring import Exploring
@@ -482,6 +483,7 @@ async def open_yard(
         tg.create_task(yard.leases.run())
         tg.create_task(yard.replies.prune())
         tg.create_task(machines.blanks.run())
+        tg.create_task(Crowds(context).run())
         process.Reaper().start(tg)
         disks.start(tg)
         images.start(tg)

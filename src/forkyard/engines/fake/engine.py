@@ -84,6 +84,9 @@ class Fake:
                 fifo.unlink(missing_ok=True)
             raise
 
+    def guest_root(self, machine: Machine, pids: list[int]) -> int | None:
+        return None
+
     async def pause(self, machine: Machine) -> None:
         await _on(machine, lambda toy: toy.pause())
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from forkyard.engines.base import Frozen, Machine, MachineSpec
 from forkyard.engines.gvisor import control
-from forkyard.engines.gvisor.runsc import Runsc
+from forkyard.engines.gvisor.runsc import PANIC, Runsc
 from forkyard.engines.gvisor.spec import DISK_BACKED, oci_spec
 from forkyard.errors import (
     CapacityError,
@@ -126,6 +126,11 @@ class GVisor:
                 await bundle.abandon()
                 raise
 
+    def guest_root(self, machine: Machine, pids: list[int]) -> int | None:
+        # The sentry's first child: both platforms clone the process of each new guest process from it.
+        children = [(process.start_time(pid) or 0, pid) for pid in pids if process.parent(pid) == machine.pid]
+        return min(children)[1] if children else None
+
     async def pause(self, machine: Machine) -> None:
         await control.pause(_socket(machine.spec))
 
@@ -230,7 +235,7 @@ class _Bundle:
         """End whatever was started, and remove the files."""
         self._close_stdio()
         await _end_all(self.spec.dir)
-        for name in ("in", "out", "pid", "config.json", "stderr"):
+        for name in ("in", "out", "pid", "config.json", "stderr", PANIC):
             (self.spec.dir / name).unlink(missing_ok=True)
         for name in ("st", "fs", "seat"):
             await asyncio.to_thread(rmtree, self.spec.dir / name)
@@ -261,10 +266,7 @@ class _Bundle:
 
     def stderr(self) -> str:
         """The last line that runsc or the sentry wrote."""
-        with contextlib.suppress(OSError):
-            text = (self.spec.dir / "stderr").read_text(errors="replace").strip()
-            return text.rsplit("\n", 1)[-1][-500:]
-        return ""
+        return _said(self.spec.dir, "stderr").rsplit("\n", 1)[-1][-500:]
 
     def gofer(self) -> int:
         """The process that opens files for the box."""
@@ -306,6 +308,8 @@ def _machine(spec: MachineSpec, pid: int, start: int) -> Machine:
     def ended() -> None:
         loop.remove_reader(pidfd)
         machine.exit_status = process.reap(pidfd)
+        if said := _last_words(spec.dir):
+            log.warning("the kernel of %s ended: %s", spec.box, said)
         machine.died.set()
 
     if select.select([pidfd], [], [], 0)[0]:
@@ -313,6 +317,19 @@ def _machine(spec: MachineSpec, pid: int, start: int) -> Machine:
     else:
         loop.add_reader(pidfd, ended)
     return machine
+
+
+def _said(directory: Path, name: str) -> str:
+    with contextlib.suppress(OSError):
+        return (directory / name).read_text(errors="replace").strip()
+    return ""
+
+
+def _last_words(directory: Path) -> str:
+    """Why a sentry says that it ended: the first line of a panic, before the stacks of its goroutines."""
+    lines = _said(directory, PANIC).splitlines()
+    why = next((line for line in lines if line.startswith(("panic:", "fatal error:", "runtime:"))), "")
+    return (why or (lines[-1] if lines else ""))[:500]
 
 
 def _plain(rootfs: Path) -> bool:

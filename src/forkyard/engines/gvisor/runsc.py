@@ -11,6 +11,8 @@ from forkyard.errors import UnsupportedError
 from forkyard.host import process
 
 PLATFORMS = ("systrap", "ptrace")
+# In a box's directory: what its sentry said as it ended.
+PANIC = "panic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class Runsc:
             "shared-root": f"--shared-root={shared}",
             "host-settings": "--host-settings=ignore",
             "allow-suid": "--allow-suid",
+            # Else the sentry's last words are lost: its stderr is not ours.
+            "panic-log": f"--panic-log={root.parent / PANIC}",
             # The yard decides what fits: box paths and limits differ between image and fork.
             "restore-spec-validation": "--restore-spec-validation=ignore",
         }
