@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnavailableError
+from forkyard.host.failpoint import failpoint
 from forkyard.store.schema import MIGRATIONS, SANDBOX_COLUMNS, SNAPSHOT_COLUMNS
 
 __all__ = ["Catalog"]
@@ -228,6 +229,7 @@ class Catalog:
             connection.executemany(_upsert("sandboxes", SANDBOX_COLUMNS), sandbox_rows)
             connection.executemany(_upsert("snapshots", SNAPSHOT_COLUMNS), snapshot_rows)
 
+        await failpoint("catalog.save")
         await self.tx(work, durable=durable)
 
     async def load(self, sandbox: type[S], snapshot: type[T]) -> tuple[list[S], list[T]]:

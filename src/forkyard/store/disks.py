@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnsupportedError
 from forkyard.host import files, mounts
+from forkyard.host.failpoint import failpoint_in_thread
 from forkyard.host.process import TaskStarter
 from forkyard.store import overlay
 from forkyard.store.backend import Backend, BtrfsBackend, PlainBackend
@@ -341,7 +342,9 @@ class DiskStore:
             self.backend.set_limit(volume, limit_mb * _MIB)
             rootfs.parent.mkdir(mode=0o700, exist_ok=True)
             rootfs.mkdir(mode=0o755, exist_ok=True)
+            failpoint_in_thread("disk.limited")
             mounts.mount_overlay(lowers, upper, volume / "wk", rootfs, volatile=True)
+            failpoint_in_thread("disk.mounted")
         except FileExistsError as error:  # not the box's volume: that one is new
             raise InternalError(f"leftovers in {volume}: {error}") from error
         return layers[1:] if go_on else layers

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from forkyard.errors import ConflictError, NotFoundError, UnsupportedError
+from forkyard.host.failpoint import failpoint
 from forkyard.types import CheckpointInfo, SnapshotInfo
+from forkyard.yard.background import finish
 from forkyard.yard.context import Context
 from forkyard.yard.machines import Frozen, Limits
 from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc, checkpoint_info, snapshot_info
@@ -44,10 +47,12 @@ class Snapshots:
         if not unheld:
             return
         kept = self.template_layers()
-        for layer in unheld:
-            self.holders.pop(layer, None)
-            if layer not in kept:
-                await self.context.disks.drop_layer(layer)
+        async with contextlib.AsyncExitStack() as steps:
+            for layer in unheld:
+                self.holders.pop(layer, None)
+                if layer not in kept:
+                    steps.push_async_callback(self.context.disks.drop_layer, layer)
+            await failpoint("layers.unheld")
 
     def find(self, ref: str) -> SnapshotDoc | None:
         """The snapshot or checkpoint with this id, or the snapshot with this name."""
@@ -83,12 +88,17 @@ class Snapshots:
         """
         image = None
         layers = [frozen.layer, *source.layers]
-        if frozen.image is not None:
-            await self.context.images.publish(
-                doc_id, fingerprint=frozen.fingerprint, agent=source.agent, layers=layers
-            )
-            image = doc_id
-        disk_bytes = await self.context.disks.layer_bytes(frozen.layer)
+        try:
+            if frozen.image is not None:
+                await self.context.images.publish(
+                    doc_id, fingerprint=frozen.fingerprint, agent=source.agent, layers=layers
+                )
+                image = doc_id
+                await failpoint("freeze.published")
+            disk_bytes = await self.context.disks.layer_bytes(frozen.layer)
+        except BaseException:
+            await finish(self.context.tg, self.context.machines.forget(frozen, doc_id))
+            raise
         doc = SnapshotDoc(
             id=doc_id,
             kind=kind,
@@ -117,11 +127,19 @@ class Snapshots:
         children = [other for other in self.context.snapshots.values() if other.parent == doc.id]
         for child in children:
             child.parent = doc.parent
-        if save:
-            await self.context.save(snapshots=children, gone=[doc.id])
-        if doc.image is not None:
-            await self.context.images.delete_async(doc.image)
-        await self.release(doc.layers)
+        try:
+            if save:
+                await self.context.save(snapshots=children, gone=[doc.id])
+        except BaseException:
+            for child in children:
+                child.parent = doc.id
+            self.context.snapshots[doc.id] = doc
+            raise
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(self.release, doc.layers)
+            if doc.image is not None:
+                steps.push_async_callback(self.context.images.delete_async, doc.image)
+            await failpoint("discard.saved")
 
     def users(self, doc: SnapshotDoc) -> list[str]:
         """Names of the live sandboxes that were started from it."""
