@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 from forkyard.errors import InvalidRequestError
@@ -12,6 +13,7 @@ from forkyard.types import ExecResult
 from forkyard.yard.capture import Capture
 from forkyard.yard.model import Sandbox
 from forkyard.yard.plans import check_env
+from forkyard.yard.secrets import hide, hide_argv
 
 MAX_OUTPUT = 1 << 30
 CODE_TAG = b"code1:"
@@ -118,14 +120,15 @@ def result_of(
     )
 
 
-def audit_of(request: ExecOptions, sandbox: Sandbox) -> dict[str, Any]:
-    """What the audit says of a command before it ran. Values of variables may be secrets:
-    only their names are kept."""
+def audit_of(request: ExecOptions, sandbox: Sandbox, digest: Callable[[str], str]) -> dict[str, Any]:
+    """What the audit says of a command before it ran. Values of variables may be secrets: only their
+    names are kept; what looks like one among the arguments is kept as a digest."""
     said: dict[str, Any] = {"user": request.user or sandbox.doc.user}
+    secrets = list(request.env.values())
     if request.argv is not None:
-        said["argv"] = request.argv
+        said["argv"] = hide_argv(request.argv, digest, secrets)
     else:
-        said["command"] = request.command
+        said["command"] = hide(request.command or "", digest, secrets)
     if request.cwd:
         said["cwd"] = request.cwd
     if request.env:
