@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lives import Life
@@ -18,9 +19,10 @@ from operations import OPERATIONS, Operation, unusable, wrong
 from yards import Kind, TestYard, until
 
 from forkyard import requests as rq
-from forkyard.errors import ForkyardError, InvalidRequestError
+from forkyard.errors import CapacityError, ForkyardError, InvalidRequestError
 from forkyard.host import failpoint
 from forkyard.host.failpoint import armed
+from forkyard.store.catalog import Catalog
 
 Lives = Callable[[], Life]
 
@@ -174,3 +176,31 @@ def test_the_daemon_dies_at_a_step(lives: Lives, case: tuple[Operation, str]) ->
     second = lives()
     second.run(sound(second.yard))
     second.run(again(second.yard, operation))
+
+
+@pytest.mark.parametrize("name", ["create", "fork", "rewind", "stop", "start", "snapshot", "delete"])
+@pytest.mark.parametrize("saves", [0, 1, 2])
+def test_the_catalog_stays_full(
+    lives: Lives, kind: Kind, name: str, saves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind.real:
+        pytest.skip("a toy shows it")
+    operation, life = OPERATIONS[name], lives()
+    life.run(ready(life.yard, operation))
+    real, left = Catalog.save, saves
+
+    async def save(self: Catalog, **documents: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise CapacityError("the disk is full", retryable=True)
+        await real(self, **documents)
+
+    monkeypatch.setattr(Catalog, "save", save)
+    try:
+        life.run(operation.run(life.yard))
+    except CapacityError:
+        assert left < 0
+    monkeypatch.setattr(Catalog, "save", real)
+    assert life.run(unusable(life.yard)) == []
+    life.run(again(life.yard, operation))

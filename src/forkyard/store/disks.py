@@ -127,8 +127,11 @@ class DiskStore:
 
     # -- life
 
-    async def open(self) -> None:
+    async def open(self, *, clear: bool = True) -> None:
         """Make and mount the store if need be, and clear what a crash left in ``tmp``.
+
+        Args:
+            clear: False beside a daemon, whose ``tmp`` it is.
 
         Raises:
             CapacityError: no room for the store's file.
@@ -143,7 +146,8 @@ class DiskStore:
         self._backend = backend or PlainBackend(self.root, self.root / "tmp")
         self.kind = self._backend.kind
         self._layers = Layers(self.root / "layers", self.root / "tmp", self._backend)
-        await self._thread(self._clear_tmp)
+        if clear:
+            await self._thread(self._clear_tmp)
         self._spares = Spares(self._backend, self.root / "tmp")
 
     async def _open_btrfs(self) -> Backend | None:
