@@ -229,8 +229,9 @@ async def wrong(yard: TestYard) -> list[str]:
     ):
         written = {doc.id: _essence(doc) for doc in rows}
         known = {doc.id: _essence(doc) for doc in docs}
-        if written != known:
-            found.append(f"{kind}s: the catalog has {written}, the daemon {known}")
+        for id_ in written.keys() | known.keys():
+            if written.get(id_) != known.get(id_):
+                found.append(f"{kind} {id_}: {written.get(id_)} in the catalog, {known.get(id_)} in memory")
     holders: collections.Counter[str] = collections.Counter()
     for doc in [*sandboxes, *snapshots]:
         holders.update(doc.held() if isinstance(doc, SandboxDoc) else doc.layers)

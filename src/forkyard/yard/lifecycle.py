@@ -477,12 +477,14 @@ class Lifecycle:
             if kept.sandbox == doc.id and kept.kind in ("checkpoint", "stop")
         ]
         before, doc.state = doc.state, "deleted"
+        children, give_back = self.snapshots.reparent(owned)
         try:
             # The row first: cut short from here on, the rest is swept as what no record names.
-            await self.context.save(sandboxes=[doc], gone=[kept.id for kept in owned])
+            await self.context.save(sandboxes=[doc], snapshots=children, gone=[kept.id for kept in owned])
         except BaseException as error:
             if not sandbox.half_made or not isinstance(error, ForkyardError | OSError):
                 doc.state = before
+                give_back()
                 raise
             # Its row says so, and no daemon takes such a one up: it goes all the same.
             self._rows_to_delete.append(doc)

@@ -32,6 +32,7 @@ class Snapshots:
         self.context = context
         self.template_layers = template_layers
         self.holders: collections.Counter[str] = collections.Counter()
+        self._unused: set[str] = set()
 
     def hold(self, layers: Iterable[str]) -> None:
         self.holders.update(layers)
@@ -120,19 +121,38 @@ class Snapshots:
         self.context.snapshots[doc.id] = doc
         return doc
 
+    def reparent(self, gone: Iterable[SnapshotDoc]) -> tuple[list[SnapshotDoc], Callable[[], None]]:
+        """Before some go: give what came after them the newest ancestor that stays.
+
+        Returns:
+            What has another parent now, to be saved, and what undoes that.
+        """
+        parents = {doc.id: doc.parent for doc in gone}
+        before = [
+            (doc, doc.parent)
+            for doc in self.context.snapshots.values()
+            if doc.parent in parents and doc.id not in parents
+        ]
+        for doc, _ in before:
+            while doc.parent in parents:
+                doc.parent = parents[doc.parent]
+
+        def give_back() -> None:
+            for doc, parent in before:
+                doc.parent = parent
+
+        return [doc for doc, _ in before], give_back
+
     async def discard(self, doc: SnapshotDoc, *, save: bool = True) -> None:
         """Remove a record and whatever only it needed. Nothing that started from it is harmed."""
         if self.context.snapshots.pop(doc.id, None) is None:
             return
-        children = [other for other in self.context.snapshots.values() if other.parent == doc.id]
-        for child in children:
-            child.parent = doc.parent
+        children, give_back = self.reparent([doc])
         try:
             if save:
                 await self.context.save(snapshots=children, gone=[doc.id])
         except BaseException:
-            for child in children:
-                child.parent = doc.id
+            give_back()
             self.context.snapshots[doc.id] = doc
             raise
         async with contextlib.AsyncExitStack() as steps:
@@ -146,10 +166,15 @@ class Snapshots:
         return sorted(box.doc.name for box in self.context.sandboxes if box.doc.snapshot == doc.id)
 
     async def forget_unused(self, snapshot_id: str | None) -> None:
-        """Drop a fork's hidden snapshot if its last user is gone."""
-        doc = self.context.snapshots.get(snapshot_id or "")
-        if doc is not None and doc.kind == "fork" and not self.users(doc):
+        """Drop a fork's hidden snapshot if its last user is gone; and those that could not be
+        dropped before, while the catalog could not be written."""
+        for one in {snapshot_id, *self._unused}:
+            doc = self.context.snapshots.get(one or "")
+            if doc is None or doc.kind != "fork" or self.users(doc):
+                continue
+            self._unused.add(doc.id)
             await self.discard(doc)
+            self._unused.discard(doc.id)
 
     def exclusive_bytes(self, doc: SnapshotDoc) -> int:
         """What deleting it would free: its image, and its layer if nobody else holds it."""
