@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -195,10 +196,11 @@ class TestYard:
         self.engine = yard.context.engine
         self.caller = rq.Caller(uid=0, pid=os.getpid(), start_time=process.start_time(os.getpid()))
         self._requests = 0
+        self._run = secrets.token_hex(4)  # the next daemon's clients do not ask for what this one's did
 
     def request_id(self) -> str:
         self._requests += 1
-        return f"test-{self._requests}"
+        return f"test-{self._run}-{self._requests}"
 
     async def create(self, **arguments: Any) -> ty.SandboxInfo:
         return await self.yard.create_sandbox(rq.CreateSandbox(**arguments), self.caller)

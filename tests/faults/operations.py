@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,8 +263,8 @@ async def unusable(yard: TestYard) -> list[str]:
     found = []
     for sandbox in yard.context.sandboxes:
         if sandbox.doc.state == "running":
-            with contextlib.suppress(ForkyardError):
-                if await yard.out(sandbox.id, "echo usable") == "usable":
-                    continue
-            found.append(f"{sandbox.doc.name} does not answer")
+            try:
+                assert await yard.out(sandbox.id, "echo usable") == "usable"
+            except (ForkyardError, AssertionError) as error:
+                found.append(f"{sandbox.doc.name} does not work: {error}")
     return found

@@ -144,12 +144,15 @@ class Clients:
     async def _given_up(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do it for a client that goes after a while; whether it was done before."""
         turns = self.chance.randint(1, 60)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(work)
-            while not task.done() and turns:
-                turns -= 1
-                await asyncio.sleep(0)
-            task.cancel()
+        try:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(work)
+                while not task.done() and turns:
+                    turns -= 1
+                    await asyncio.sleep(0)
+                task.cancel()
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
         return not task.cancelled()
 
     async def _create(self, yard: TestYard, name: str, fresh: str, known: Any, content: bytes) -> None:
@@ -189,7 +192,7 @@ class Clients:
         sandbox = yard.context.sandboxes.get(name)
         assert sandbox.box is not None
         await yard.engine.sweep(sandbox.box.machine.spec.dir)
-        await until(lambda: sandbox.doc.state == "failed", f"{name} is lost")
+        await until(lambda: sandbox.doc.state == "failed", lambda: f"{name} is lost: {sandbox}")
         newest = sandbox.doc.checkpoint
         if newest is None:
             await yard.delete(name)
@@ -269,6 +272,9 @@ class Clients:
 
     async def after_death(self, yard: TestYard) -> None:
         """What a new daemon has, is what there was, or what was being done."""
+        for sandbox in yard.context.sandboxes:
+            if sandbox.doc.name.startswith("sb-"):  # of a look at a snapshot's content
+                await yard.delete(sandbox.id)
         await self._look(yard, list(self.model.open))
         self.model.open.clear()
         await self.compare(yard)

@@ -336,7 +336,12 @@ class Execs:
             return None
         del self._orphans[tag_of(request, caller.uid)]
         spool.read(out, err)
-        return await box.guest.process(orphan.pid, stdout_offset=out.total, stderr_offset=err.total)
+        try:
+            return await box.guest.process(orphan.pid, stdout_offset=out.total, stderr_offset=err.total)
+        except NotFoundError:
+            raise SandboxLostError(
+                "the command went with the machine that it ran on", cause="host", sandbox=sandbox.id
+            ) from None
 
     def detach_all(self) -> None:
         """From now on a cancelled command runs on, for the next daemon's clients."""

@@ -360,6 +360,9 @@ class Forking:
 
     async def delete_checkpoint(self, sandbox: Sandbox, ref: str, caller: Caller) -> None:
         """Delete one; a state that came after it has its parent as newest ancestor then."""
+        await finish(self.context.tg, self._delete_checkpoint(sandbox, ref, caller))
+
+    async def _delete_checkpoint(self, sandbox: Sandbox, ref: str, caller: Caller) -> None:
         async with locked(sandbox):
             gone = self.snapshots.checkpoint(sandbox, ref)
             users = self.snapshots.users(gone)

@@ -358,6 +358,9 @@ class Lifecycle:
 
     async def start(self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None = None) -> None:
         """Go on where it stopped; a failed one goes on from its newest checkpoint."""
+        await finish(self.context.tg, self._start(sandbox, caller, lease))
+
+    async def _start(self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None) -> None:
         async with locked(sandbox):
             await self._start_locked(sandbox, caller, lease)
 
@@ -460,9 +463,12 @@ class Lifecycle:
         sandbox.doomed = True
         if sandbox.creating is not None:
             sandbox.creating.cancel()
+        await finish(self.context.tg, self._delete(sandbox, caller))
+
+    async def _delete(self, sandbox: Sandbox, caller: Caller | None) -> None:
         async with sandbox.lock:
             if sandbox.doc.state != "deleted":
-                await finish(self.context.tg, self._delete_locked(sandbox, caller))
+                await self._delete_locked(sandbox, caller)
 
     async def _delete_locked(self, sandbox: Sandbox, caller: Caller | None) -> None:
         await self._erase(sandbox)
@@ -522,6 +528,9 @@ class Lifecycle:
         sandbox.touch()
         if sandbox.box is not None and sandbox.doc.state == "running":
             return sandbox, sandbox.box
+        return await finish(self.context.tg, self._woken(sandbox))
+
+    async def _woken(self, sandbox: Sandbox) -> tuple[Sandbox, Box]:
         async with locked(sandbox):
             if sandbox.doc.napping:
                 await self._start_locked(sandbox, None)

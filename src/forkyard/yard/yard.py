@@ -255,7 +255,7 @@ class Yard:
             )
         if doc.kind != "snapshot":
             raise ConflictError(f"{doc.id} is a {doc.kind}, not a snapshot", hint="use delete_checkpoint")
-        await self.snapshots.discard(doc)
+        await finish(self.context.tg, self.snapshots.discard(doc))
         await self.context.record("snapshot.deleted", caller, doc.sandbox, id=doc.id, name=doc.name)
 
     async def fork(self, request: rq.Fork, caller: rq.Caller) -> ty.ForkResult:
@@ -424,13 +424,18 @@ class Yard:
         self, sandbox: Sandbox, caller: rq.Caller, kind: str, *undo: Callable[[], Any], **data: Any
     ) -> None:
         """Write a changed document and audit it; if it cannot be written, take the change back."""
-        try:
-            await self.context.save(sandboxes=[sandbox.doc])
-        except BaseException:
-            for step in undo:
-                if asyncio.iscoroutine(taken := step()):
-                    await finish(self.context.tg, taken)
-            raise
+
+        async def save() -> None:
+            try:
+                await self.context.save(sandboxes=[sandbox.doc])
+            except BaseException:
+                for step in undo:
+                    if asyncio.iscoroutine(taken := step()):
+                        await taken
+                raise
+
+        # A save that is cancelled may be done all the same.
+        await finish(self.context.tg, save())
         await failpoint("change.saved")
         await self.context.record(kind, caller, sandbox.id, **data)
 
