@@ -229,6 +229,8 @@ class Lifecycle:
                 lambda used, limit: self._over_memory(sandbox, box, used),
             )
         box.guest.on_lost = lambda error: self._channel_lost(box.id, error)
+        if box.machine.died.is_set():  # while it was nobody's
+            self._died(box.id)
 
     async def release(self, sandbox: Sandbox, why: str | None = None) -> None:
         """End the sandbox's machine, if it has one; ``why`` is what those in it are told."""
