@@ -56,7 +56,7 @@ class Life:
 
     def die_of(self, spec: str, work: Coroutine[Any, Any, Any]) -> bool:
         """Run ``work`` with failpoints armed, one of which ends this life; whether it did."""
-        with armed(spec, die=self.loop.stop) as self._armed:
+        with armed(spec, die=self.stop) as self._armed:
             try:
                 self.run(work)
             except RuntimeError as error:
@@ -67,6 +67,10 @@ class Life:
             # In the background, behind the work.
             self.go_on(50)
         return False
+
+    def stop(self) -> None:
+        """Stop the loop where it is; from any thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
     def die(self) -> None:
         """End it like a SIGKILL."""

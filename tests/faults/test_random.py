@@ -335,7 +335,7 @@ def test_random_operations_and_deaths(lives: Lives, capsys: pytest.CaptureFixtur
                 chance.choice(FAILPOINTS),
                 chance.choice(["kill", "kill", "error", "full", "delay:0.01"]),
             )
-            with armed(f"{name}={action}", die=life.loop.stop) as points:
+            with armed(f"{name}={action}", die=life.stop) as points:
                 life._armed = points
                 try:
                     life.run(_work(clients, life.yard, chance.randint(20, 120)))
