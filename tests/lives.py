@@ -68,6 +68,11 @@ class Life:
             self.go_on(50)
         return False
 
+    @property
+    def reached(self) -> list[str]:
+        """The failpoints that this life's :meth:`die_of` has reached."""
+        return self._armed.reached if self._armed is not None else []
+
     def stop(self) -> None:
         """Stop the loop where it is; from any thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -41,7 +41,8 @@ ON_REAL = {
     ("snapshot", "layer.recorded"),
     ("pull a template", "layer.filled"),
 }
-# Reached by a real store only, or in the background.
+# Reached by a real store only; and those that have tests of their own: a box made ahead, below, and an
+# outgoing connection, in tests/unit/test_egress_broker.py.
 REAL_ONLY = {"disk.limited", "disk.mounted", "layer.recorded", "layer.filled"}
 ELSEWHERE = {"blank.prepared", "egress.connected"}
 ALL_CASES = [*CASES, *sorted(ON_REAL - set(CASES))]
@@ -128,6 +129,20 @@ def test_what_cannot_be_understood_is_refused(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("FORKYARD_FAILPOINTS", spec)
         with pytest.raises(InvalidRequestError, match="NAME=ACTION"):
             failpoint.arm_from_environment()
+
+
+@pytest.mark.parametrize("action", ["error", "full", "delay:0.05", "kill"])
+def test_a_box_made_ahead_fails(lives: Lives, kind: Kind, action: str) -> None:
+    if kind.real:
+        pytest.skip("a toy shows it")
+    operation, life = OPERATIONS["create"], lives()
+    life.run(ready(life.yard, operation))
+    if life.die_of(f"blank.prepared={action}", operation.run(life.yard)):
+        life = lives()
+    else:
+        life.run(until(lambda: "blank.prepared" in life.reached, "one is made ahead"))
+    life.run(sound(life.yard))
+    life.run(again(life.yard, operation))
 
 
 @pytest.mark.parametrize("action", ["error", "full", "readonly"])
