@@ -45,6 +45,15 @@ async def test_secrets_are_digests(yard: TestYard) -> None:
     assert b"hunter2" not in raw and b"sesame-open" not in raw
 
 
+async def test_a_very_long_command(yard: TestYard) -> None:
+    await yard.create(name="one")
+    command = "true " + "x" * 100_000
+    await yard.shell("one", command)
+    said = (await last(yard, "exec")).data
+    assert said["command_sha256"] == hashlib.sha256(command.encode()).hexdigest()
+    assert command.startswith(said["command"]) and len(said["command"]) < 20_000
+
+
 async def test_streams_and_commands_that_are_cut(yard: TestYard) -> None:
     await yard.create(name="one")
     async for _ in yard.spawn("one", "echo streamed"):

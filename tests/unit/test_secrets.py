@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from forkyard.yard.secrets import hide, hide_argv
@@ -38,3 +40,10 @@ def test_arguments() -> None:
 def test_the_values_of_variables_are_hidden_wherever_they_stand() -> None:
     assert hide("echo sesame-open | x", digest, ["sesame-open", "x"]) == "echo <11> | x"
     assert hide_argv(["echo", "sesame-open"], digest, ["sesame-open"]) == ["echo", "<11>"]
+
+
+@pytest.mark.parametrize("line", ["a" * 16384, "token" * 3000, "-" * 16384, "://" * 5000, "x y=z " * 2700])
+def test_a_long_line_costs_its_length(line: str) -> None:
+    before = time.process_time()
+    hide(line, digest)
+    assert time.process_time() - before < 1  # by its square it would be minutes

@@ -13,15 +13,20 @@ from collections.abc import Callable, Iterable
 
 __all__ = ["hide", "hide_argv"]
 
-_NAME = r"[\w.-]*(?:passw(?:or)?d|passphrase|secret|token|api[-_]?key|access[-_]?key|credential|auth)[\w.-]*"
+_WORDS = "passwd|password|passphrase|secret|token|api[-_]?key|access[-_]?key|credential|auth"
+# Bounded, so that a long line without an end costs its length and not its square.
+_NAME = rf"[\w.-]{{0,32}}(?:{_WORDS})[\w.-]{{0,32}}"
 _OPTION = re.compile(rf"--?{_NAME}", re.I)
 _PLACES = (
     # --token VALUE in a shell's line, --token=VALUE and TOKEN=VALUE anywhere
-    re.compile(rf"(?P<before>--?{_NAME}\s+)(?P<secret>'[^']*'|\"[^\"]*\"|[^\s'\"-][^\s'\"]*)", re.I),
-    re.compile(rf"(?P<before>(?<![\w.-]){_NAME}=)(?P<secret>'[^']*'|\"[^\"]*\"|[^\s'\"]+)", re.I),
-    re.compile(r"(?P<before>[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.I),
-    re.compile(r"(?P<before>\b(?:bearer|basic)\s+)(?P<secret>[\w.~+/=-]{8,})", re.I),
+    re.compile(
+        rf"(?P<before>(?<!\S)--?{_NAME}\s{{1,8}})(?P<secret>'[^']*'|\"[^\"]*\"|[^\s'\"-][^\s'\"]*)", re.I
+    ),
+    re.compile(rf"(?P<before>(?<![\w.]){_NAME}=)(?P<secret>'[^']*'|\"[^\"]*\"|[^\s'\"]+)", re.I),
+    re.compile(r"(?P<before>://[^\s/:@]{0,64}:)(?P<secret>[^\s/@]{1,256})(?=@)"),
+    re.compile(r"(?P<before>\b(?:bearer|basic)\s{1,8})(?P<secret>[\w.~+/=-]{8,})", re.I),
 )
+_HINT = re.compile(rf"{_WORDS}|://|bearer|basic", re.I)
 # Shorter ones stand everywhere by chance.
 _LEAST = 6
 _MARK = "hmac-sha256:"
@@ -31,6 +36,9 @@ def hide(text: str, digest: Callable[[str], str], values: Iterable[str] = ()) ->
     """A command line with a digest in the place of each secret; ``values`` are known to be some."""
     for value in sorted({value for value in values if len(value) >= _LEAST}, key=len, reverse=True):
         text = text.replace(value, digest(value)) if value in text else text
+
+    if _HINT.search(text) is None:
+        return text
 
     def replaced(found: re.Match[str]) -> str:
         secret = found["secret"]
