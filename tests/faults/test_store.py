@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from lives import Life
-from yards import Home, Kind, TestYard, opened
+from yards import Home, Kind, TestYard, kinds, new_home, opened
 
 from forkyard.errors import (
     ConflictError,
@@ -22,6 +22,7 @@ from forkyard.errors import (
     NotFoundError,
     UnavailableError,
 )
+from forkyard.setup.doctor import check_store
 from forkyard.yard.storecheck import Damage, StoreCheck
 
 Lives = Callable[[], Life]
@@ -304,8 +305,6 @@ def test_a_damaged_template(lives: Lives, home: Home) -> None:
 def test_repairing_wants_the_home_for_itself(home: Home) -> None:
     import fcntl
 
-    from forkyard.setup.doctor import check_store
-
     (home.path / "store").mkdir(exist_ok=True)
     held = os.open(home.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -314,3 +313,33 @@ def test_repairing_wants_the_home_for_itself(home: Home) -> None:
             asyncio.run(check_store(home.settings, repair=True))
     finally:
         os.close(held)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [param for param in kinds() if param.id == "gvisor-debian13"])
+def test_a_real_store(engine: Kind) -> None:
+    with new_home(engine, store_gb=4) as home:
+
+        async def filled() -> Path:
+            async with opened(home) as yard:
+                await yard.create(name="one")
+                kept = await yard.snapshot("one", "gold")
+                await yard.context.images.settled(kept.id)
+                await yard.delete("one")
+                return yard.context.images.path(kept.id)
+
+        image = asyncio.run(filled())
+        assert asyncio.run(check_store(home.settings)) == []
+        flip(max(image.iterdir(), key=lambda path: path.stat().st_size))
+        (damage,) = asyncio.run(check_store(home.settings, repair=True))
+        assert (damage.kind, damage.needed_by) == ("image", ("snapshot gold",))
+        assert asyncio.run(check_store(home.settings)) == []
+
+        async def works() -> None:
+            async with opened(home) as yard:
+                made = await yard.create(snapshot="gold")
+                assert not made.memory_restored and await yard.out(made.id, "echo usable") == "usable"
+                await yard.empty()
+
+        asyncio.run(works())
