@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,8 +53,18 @@ class CopyDisks:
             raise NotFoundError(f"no layer {layer} in this store")
         return path
 
-    async def import_layer(self, layer: str, source: Path) -> int:
-        await _thread(_copy, source, self.root / "layers" / layer)
+    async def import_layer(
+        self, layer: str, source: Path | Callable[[Path], Awaitable[None]], above: str | None = None
+    ) -> int:
+        target = self.root / "layers" / layer
+        if isinstance(source, Path):
+            await _thread(_copy, source, target)
+            return await self.layer_bytes(layer)
+        with tempfile.TemporaryDirectory(dir=self.root) as scratch:
+            up = Path(scratch, "up")
+            up.mkdir()
+            await source(up)
+            up.rename(target)
         return await self.layer_bytes(layer)
 
     async def create_box(self, box: str, layers: list[str], disk_mb: int) -> BoxDisk:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from yards import DEADLINE_S, Home, TestYard, opened, until
 
+from forkyard.host.failpoint import Armed, armed
+
 T = TypeVar("T")
 
 
@@ -29,6 +31,7 @@ class Life:
         self._open = opened(home)
         self.yard: TestYard = self.run(self._open.__aenter__())
         self._tasks: list[asyncio.Task[Any]] = []
+        self._armed: Armed | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` to its end."""
@@ -50,6 +53,29 @@ class Life:
                 await asyncio.sleep(0)
 
         self.run(wait())
+
+    def die_of(self, spec: str, work: Coroutine[Any, Any, Any]) -> bool:
+        """Run ``work`` with failpoints armed, one of which ends this life; whether it did."""
+        with armed(spec, die=self.stop) as self._armed:
+            try:
+                self.run(work)
+            except RuntimeError as error:
+                if "stopped before" not in str(error):
+                    raise
+                self.die()
+                return True
+            # In the background, behind the work.
+            self.go_on(50)
+        return False
+
+    @property
+    def reached(self) -> list[str]:
+        """The failpoints that this life's :meth:`die_of` has reached."""
+        return self._armed.reached if self._armed is not None else []
+
+    def stop(self) -> None:
+        """Stop the loop where it is; from any thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
     def die(self) -> None:
         """End it like a SIGKILL."""

@@ -427,6 +427,9 @@ class Tree(Request, kw_only=True):
 
 
 class Audit(Request, kw_only=True):
+    """With ``seq``, that one record, whatever else is given."""
+
+    seq: int | None = None
     sandbox: str | None = None
     since: float | None = None
     limit: int = 10_000

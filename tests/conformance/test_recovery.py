@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 from lives import Life, bury
 from yards import Home, Kind, TestYard, until
 
 from forkyard import requests as rq
-from forkyard.errors import CorruptSnapshotError
+from forkyard.errors import CorruptSnapshotError, UnavailableError
 from forkyard.host import process
+from forkyard.host.failpoint import armed
 from forkyard.yard import machines
 
 Lives = Callable[[], Life]
@@ -232,3 +234,31 @@ def test_a_flipped_bit_in_memory_is_found_by_the_next_daemon(lives: Lives) -> No
     assert second.run(second.yard.out("one", "cat file")) == "kept"
     largest.write_bytes(whole)
     assert second.run(second.yard.create(snapshot="gold")).memory_restored
+
+
+def test_a_machine_that_dies_during_a_rewind_that_fails(lives: Lives) -> None:
+    life = lives()
+    yard = life.yard
+    life.run(yard.create(name="one"))
+    life.run(yard.checkpoint("one", "c"))
+
+    async def dies() -> None:
+        sandbox = yard.context.sandboxes.get("one")
+        assert sandbox.box is not None
+        directory = sandbox.box.machine.spec.dir
+        with armed("ignite.bound=delay:0.3,restart.ignited=error") as points:
+            async with asyncio.TaskGroup() as group:
+                rewinding = group.create_task(_fails(yard.rewind("one", "c")))
+                await until(lambda: "ignite.bound" in points.reached, "the rewind is under way")
+                await yard.engine.sweep(directory)
+                await rewinding
+        await until(lambda: sandbox.doc.state == "failed", "its death is noticed")
+        await yard.start("one")
+
+    life.run(dies())
+    assert life.run(yard.out("one", "echo usable")) == "usable"
+
+
+async def _fails(work: Coroutine[Any, Any, Any]) -> None:
+    with pytest.raises(UnavailableError):
+        await work

@@ -5,13 +5,14 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 
 import pytest
 
-from forkyard import audit
-from forkyard.audit import AuditLog, verify
-from forkyard.errors import CapacityError, InternalError
+from forkyard.audit import AuditLog, export, heads, verify
+from forkyard.audit import log as audit
+from forkyard.errors import CapacityError, InternalError, InvalidRequestError, NotFoundError
 
 
 async def _filled(directory, count: int = 5) -> AuditLog:
@@ -185,3 +186,65 @@ async def test_written_soon_without_a_flush(tmp_path):
         while not log.read():  # noqa: ASYNC110  (only the file tells)
             await asyncio.sleep(0.01)
     await log.close()
+
+
+async def test_a_head_that_is_not_the_one_kept(tmp_path):
+    head = (await _filled(tmp_path / "log", 4)).head
+    for path in (tmp_path / "log").glob("*.jsonl"):
+        path.unlink()
+    await _filled(tmp_path / "log", 6)  # a whole chain, of other records
+    ok, seq, why = verify(tmp_path / "log", head)
+    assert not ok and seq == 4 and "written anew" in why
+
+
+@pytest.mark.parametrize("name", ["copy.tar", "copy.tar.gz"])
+async def test_an_export_can_be_verified_and_shows_any_change(tmp_path, name):
+    log = await _filled(tmp_path / "log", 6)
+    day = _file(tmp_path / "log")
+    day.write_bytes(day.read_bytes() + b'{"being":"written')
+    export(tmp_path / "log", tmp_path / name)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    assert verify(tmp_path / name, log.head) == (True, 6, "")
+    assert not list(tmp_path.glob("*.part"))
+    lines = day.read_bytes().splitlines(keepends=True)[:6]
+    day.write_bytes(b"".join([*lines[:3], *lines[4:]]))
+    export(tmp_path / "log", tmp_path / name)
+    assert verify(tmp_path / name)[:2] == (False, 4)
+    day.write_bytes(b"".join(lines[:5]))
+    export(tmp_path / "log", tmp_path / name)
+    assert verify(tmp_path / name).ok
+    assert verify(tmp_path / name, log.head)[:2] == (False, 6)
+    with pytest.raises(NotFoundError):
+        export(tmp_path, tmp_path / "none.tar")
+    (tmp_path / "other").write_bytes(b"no archive")
+    with pytest.raises(InvalidRequestError, match="no copy"):
+        verify(tmp_path / "other")
+
+
+async def test_one_record(tmp_path):
+    log = await _filled(tmp_path, 5)
+    assert log.get(3).data["n"] == 2 and log.get(3).seq == 3
+    assert log.get(0) is None and log.get(6) is None
+
+
+async def test_secrets_have_digests_that_need_the_key(tmp_path):
+    one, other = AuditLog(tmp_path / "audit"), AuditLog(tmp_path / "other")
+    assert one.digest("hunter2") == one.digest("hunter2") == AuditLog(tmp_path / "audit").digest("hunter2")
+    assert one.digest("hunter2") not in (one.digest("hunter3"), other.digest("hunter2"))
+    assert (tmp_path / "audit.key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_a_signed_head(tmp_path):
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+    text = heads.sign_head((7, "ab" * 32), tmp_path / "mine")
+    key = heads.key_of(tmp_path / "mine")
+    assert key.stat().st_mode & 0o077 == 0
+    public, foreign = (heads.key_of(tmp_path / name).with_suffix(".key.pub") for name in ("mine", "other"))
+    assert heads.parse_head(text) == (7, "ab" * 32)
+    assert heads.signed_by(text, public)
+    assert not heads.signed_by(text, foreign)
+    assert not heads.signed_by(text.replace("7:", "6:", 1), public)
+    with pytest.raises(InvalidRequestError, match="not signed"):
+        heads.signed_by(text.splitlines()[0], public)

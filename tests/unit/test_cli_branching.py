@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from forkyard.audit import AuditLog
+from forkyard.audit import AuditLog, export
+from forkyard.audit import verify as verify_log
+from forkyard.audit.heads import key_of, sign_head, signed_by
 from forkyard.cli.app import App
 from forkyard.cli.comparing import coloured, summary
 from forkyard.cli.main import run
 from forkyard.requests import ExploreEvent
-from forkyard.types import Change, Diff, ExploreResult, VariantResult
+from forkyard.types import AuditRecord, Change, Diff, ExploreResult, VariantResult
 
 PATCH = (
     "diff --git a/home/user/a b/home/user/a\n--- a/home/user/a\n+++ b/home/user/a\n"
@@ -146,3 +148,54 @@ def test_audit_verify_of_a_copy(capfd: pytest.CaptureFixture[str], tmp_path: Pat
     assert json.loads(verify("--json")[1])["seq"] == 2
     path.unlink()
     assert verify()[0] == 3
+
+
+def test_audit_verify_of_an_export_against_a_signed_head(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    head = asyncio.run(_log(tmp_path / "audit"))
+    export(tmp_path / "audit", tmp_path / "copy.tar")
+    (tmp_path / "head").write_text(sign_head(head, tmp_path))
+    (tmp_path / "strange").mkdir()
+    keys = {where: f"{key_of(where)}.pub" for where in (tmp_path, tmp_path / "strange")}
+
+    def verify(*more: str) -> tuple[int, str]:
+        code = run(("audit", "verify", str(tmp_path / "copy.tar"), *more), App(OneAnswer()))
+        return code, capfd.readouterr().err
+
+    kept = ("--head", str(tmp_path / "head"))
+    assert verify(*kept, "--key", keys[tmp_path]) == (0, "3 records, all of them whole\n")
+    assert "was not checked" in verify(*kept)[1]
+    code, said = verify(*kept, "--key", keys[tmp_path / "strange"])
+    assert code == 1 and "not signed with that key" in said
+    day = next((tmp_path / "audit").iterdir())
+    day.write_bytes(b"".join(day.read_bytes().splitlines(keepends=True)[:2]))
+    export(tmp_path / "audit", tmp_path / "copy.tar")
+    assert verify()[0] == 0
+    code, said = verify(*kept)
+    assert code == 1 and "record 3 is the first that is wrong" in said and "cut off" in said
+
+
+def test_audit_show_head_and_export(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORKYARD_HOME", str(tmp_path))
+    head = asyncio.run(_log(tmp_path / "audit"))
+
+    class Log(OneAnswer):
+        def audit(self, *, limit: int = 0, seq: int | None = None) -> list[AuditRecord]:
+            log = AuditLog(tmp_path / "audit")
+            one = log.get(seq) if seq is not None else None
+            return log.read(limit=limit) if one is None else [one]
+
+    def call(*args: str) -> tuple[int, str]:
+        code = run(("audit", *args), App(Log()))
+        return code, capfd.readouterr().out
+
+    code, shown = call("show", "2")
+    assert code == 0 and json.loads(shown)["data"] == {"number": 1}
+    assert call("head") == (0, f"{head[0]}:{head[1]}\n")
+    code, text = call("head", "--sign")
+    assert code == 0 and signed_by(text, tmp_path / "audit-head.key.pub")
+    assert call("export", str(tmp_path / "copy.tgz"))[0] == 0
+    assert verify_log(tmp_path / "copy.tgz", head).ok

@@ -19,6 +19,7 @@ from forkyard.egress.account import AGAIN_S, BURST, Account
 from forkyard.egress.policy import Policy
 from forkyard.egress.reach import Reach, UnreachableError
 from forkyard.guest.channel import MAX_OPENED
+from forkyard.host.failpoint import armed
 from forkyard.wire import Op, Packer, Type, encode
 
 
@@ -187,6 +188,24 @@ async def test_the_proxies(agent: Path, tmp_path: Path) -> None:
         assert await rest(reader) == (
             b"POST /a?b HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
         )
+
+
+@pytest.mark.parametrize("action", ["full", "readonly", "delay:0.05"])
+async def test_opening_fails_half_way(agent: Path, tmp_path: Path, action: str) -> None:
+    """One connection is lost, and its socket closed; the next one works."""
+    async with server(echo) as port, networked(agent, tmp_path, Policy.of("allow", ["127.0.0.1"])) as net:
+        with armed(f"egress.connected={action}") as points:
+            try:
+                status, _, writer = await proxied(net, f"127.0.0.1:{port}")
+                writer.close()
+            except (ConnectionResetError, asyncio.IncompleteReadError):
+                status = "reset"
+        assert "egress.connected" in points.reached
+        assert (status == "200") == action.startswith("delay")
+        status, reader, writer = await proxied(net, f"127.0.0.1:{port}")
+        writer.write(b"abc")
+        writer.write_eof()
+        assert (status, await rest(reader)) == ("200", b"abc")
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,26 @@ def setup_verb(newest: bool, tune: bool | None, store_gb: int | None, images: bo
 @click.command("doctor", epilog="""\b
 Examples:
   forkyard doctor
-  forkyard doctor --json | jq '.checks[] | select(.ok | not)'""")
+  forkyard doctor --json | jq '.checks[] | select(.ok | not)'
+  forkyard doctor --store
+  forkyard daemon stop && forkyard doctor --store --repair""")
+@click.option("--store", "of_store", is_flag=True,
+              help="Instead, read all of the store: images, layers, catalog.")
+@click.option("--repair", is_flag=True,
+              help="With --store: take what cannot be used out of the records, so that the rest works.")
 @json_option()
-def doctor_verb(as_json: bool) -> int:
+def doctor_verb(of_store: bool, repair: bool, as_json: bool) -> int:
     """Check this machine by trying each thing that sandboxes need, and say how to mend it.
 
     Nothing is changed, and a running daemon is not disturbed. Exit code 1 if something is wrong.
+    With --store, what is damaged is named, with what depends on it; --repair wants no daemon to run.
     """
     import asyncio
+
+    if repair and not of_store:
+        raise click.UsageError("--repair goes with --store")
+    if of_store:
+        return _doctor_store(repair, as_json)
 
     from forkyard import config
     from forkyard.setup import doctor
@@ -79,6 +91,30 @@ def doctor_verb(as_json: bool) -> int:
     elif not well:
         click.echo(f"\n{sum(not check.ok for check in checks)} of {len(checks)} checks failed")
     return 0 if well else 1
+
+
+def _doctor_store(repair: bool, as_json: bool) -> int:
+    import asyncio
+
+    from forkyard import config
+    from forkyard.setup import doctor
+
+    damages = asyncio.run(doctor.check_store(config.load(), repair=repair))
+    mended = repair and all(damage.repair for damage in damages)
+    if as_json:
+        print_json({"ok": not damages, "repaired": mended and bool(damages), "damages": [
+            {"kind": one.kind, "name": one.name, "why": one.why, "neededBy": list(one.needed_by),
+             "repair": one.repair} for one in damages]})
+        return 0 if not damages or mended else 1
+    for one in damages:
+        click.echo(f"{click.style('✗', 'red')} {one.kind} {one.name}: {one.why}")
+        if one.needed_by:
+            click.echo(f"    needed by: {', '.join(one.needed_by)}")
+        if one.repair:
+            click.echo(f"    {'done' if repair else '--repair'}: {one.repair}")
+    if not damages:
+        click.echo("the store is whole")
+    return 0 if not damages or mended else 1
 
 
 @click.command("config", epilog="""\b

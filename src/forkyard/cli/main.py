@@ -58,7 +58,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Watch": {
         "top": ("watching", "Show what each sandbox uses."),
-        "audit": ("watching", "Read or verify the audit log."),
+        "audit": ("auditing", "Read, verify or copy the audit log."),
     },
     "This machine": {
         "setup": ("machine", "Make this machine ready: engine, store, base template."),

@@ -109,9 +109,9 @@ class AsyncSandbox:
         """See :meth:`AsyncClient.rewind`; ``sandbox`` is this one."""
         return await self.client.rewind(self.id, to=to, request_id=request_id)
 
-    async def audit(self, since: float | None=None, *, limit: int=10000) -> list[ty.AuditRecord]:
+    async def audit(self, since: float | None=None, *, limit: int=10000, seq: int | None=None) -> list[ty.AuditRecord]:
         """See :meth:`AsyncClient.audit`; ``sandbox`` is this one."""
-        return await self.client.audit(self.id, since=since, limit=limit)
+        return await self.client.audit(self.id, since=since, limit=limit, seq=seq)
 
     def events(self) -> AsyncIterator[ty.Event]:
         """See :meth:`AsyncClient.events`; ``sandbox`` is this one."""

@@ -452,11 +452,16 @@ class Client(Running, Files, Branching, Templates):
         self._change("delete_template", rq.DeleteTemplate, request_id, name=name)
 
     def audit(
-        self, sandbox: str | None = None, since: float | None = None, *, limit: int = 10_000
+        self,
+        sandbox: str | None = None,
+        since: float | None = None,
+        *,
+        limit: int = 10_000,
+        seq: int | None = None,
     ) -> list[ty.AuditRecord]:
-        """What was done, to one sandbox or to all, since a time."""
+        """What was done, to one sandbox or to all, since a time; or the one record ``seq``."""
         return self._transport.call(
-            "audit", protocol.made(rq.Audit, sandbox=sandbox, since=since, limit=limit)
+            "audit", protocol.made(rq.Audit, sandbox=sandbox, since=since, limit=limit, seq=seq)
         )
 
     def verify_audit(self, head: tuple[int, str] | None = None) -> ty.AuditVerdict:

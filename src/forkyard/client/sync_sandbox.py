@@ -111,9 +111,9 @@ class Sandbox:
         """See :meth:`Client.rewind`; ``sandbox`` is this one."""
         return self.client.rewind(self.id, to=to, request_id=request_id)
 
-    def audit(self, since: float | None=None, *, limit: int=10000) -> list[ty.AuditRecord]:
+    def audit(self, since: float | None=None, *, limit: int=10000, seq: int | None=None) -> list[ty.AuditRecord]:
         """See :meth:`Client.audit`; ``sandbox`` is this one."""
-        return self.client.audit(self.id, since=since, limit=limit)
+        return self.client.audit(self.id, since=since, limit=limit, seq=seq)
 
     def events(self) -> Iterator[ty.Event]:
         """See :meth:`Client.events`; ``sandbox`` is this one."""

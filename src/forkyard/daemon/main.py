@@ -24,6 +24,7 @@ from pathlib import Path
 from forkyard import __version__, config, errors, verbs
 from forkyard.daemon import lock, logs
 from forkyard.host import trace
+from forkyard.host.failpoint import arm_from_environment
 
 TAKEN = 3
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
+        arm_from_environment()
         settings = config.load({"home": args.home, "socket": args.socket})
         settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         held = lock.take(settings.home / "lock")

@@ -18,6 +18,7 @@ from forkyard.egress.account import Account
 from forkyard.egress.policy import DENY, Policy, canonical, closed, parse_address
 from forkyard.egress.reach import Reach, UnreachableError
 from forkyard.egress.sniff import Check, RefusedError, check_for
+from forkyard.host.failpoint import failpoint
 
 CHUNK = 64 << 10
 # How long a program may take to say what its connection is for.
@@ -131,6 +132,7 @@ class Gate:
             if name is not None and parse_address(host) is None:
                 host = name
             sock, address = await self._reach.connect(self.policy, host, port)
+            await failpoint("egress.connected")
             again = self.refusal(host, port, connection.via)
             if again is not None:  # the policy changed while the connection was made
                 raise UnreachableError(again, errno.EACCES, denied=True)

@@ -7,28 +7,31 @@ directories, which are gone afterwards. A running daemon is not disturbed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forkyard.config import Settings, short
 from forkyard.engines.gvisor import Runsc
-from forkyard.errors import ForkyardError, UnsupportedError
+from forkyard.errors import ConflictError, ForkyardError, UnavailableError, UnsupportedError
 from forkyard.host import mounts, probe, process
 from forkyard.host.files import rmtree
 from forkyard.setup import runsc
 from forkyard.setup.templates import layer_paths, read_template
 from forkyard.setup.trial import agent_dir, open_trial
 from forkyard.store.disks import DiskStore
+from forkyard.yard.storecheck import Damage, StoreCheck
 
-__all__ = ["Check", "run"]
+__all__ = ["Check", "check_store", "run"]
 
 NEEDED_DISK_MB = 6 * 1024
 NEEDED_MEM_MB = 1024
@@ -80,6 +83,51 @@ def _failure(error: BaseException) -> _Finding:
     if isinstance(error, ForkyardError):
         return _Finding(error.message, error.hint, ok=False)
     return _Finding(f"{type(error).__name__}: {error}", ok=False)
+
+
+async def check_store(settings: Settings, *, repair: bool = False) -> list[Damage]:
+    """Read all of the store in use, and say what is damaged and what depends on it.
+
+    Args:
+        repair: Take what cannot be used out of the records, so that the rest works.
+
+    Raises:
+        ConflictError: it cannot be repaired while a daemon has it.
+        UnavailableError: a newer forkyard wrote it, so that this one does not touch it.
+    """
+    home = short(settings.home)
+    if not (home / "store").exists():
+        raise UnavailableError(f"there is no store in {settings.home}", hint="forkyard setup makes one")
+    with _held(settings.home) as alone:
+        if repair and not alone:
+            raise ConflictError(
+                "a daemon has this store", hint="forkyard daemon stop (sandboxes run on), then again"
+            )
+        disks = DiskStore(home, settings)
+        there = mounts.is_mount(home / "store")
+        await disks.open(clear=alone)
+        try:
+            check = StoreCheck(home, disks)
+            damages = await check.run()
+            if repair:
+                await check.repair()
+            return damages
+        finally:
+            await disks.close(unmount=alone and not there)
+
+
+@contextlib.contextmanager
+def _held(home: Path) -> Iterator[bool]:
+    """Hold the home's lock, as a daemon does, unless one has it; whether it is held."""
+    fd = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)
 
 
 # -- the machine -------------------------------------------------------------------------------

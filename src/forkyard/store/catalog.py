@@ -22,10 +22,12 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnavailableError
+from forkyard.host.failpoint import failpoint
 from forkyard.store.schema import MIGRATIONS, SANDBOX_COLUMNS, SNAPSHOT_COLUMNS
 
 __all__ = ["Catalog"]
 
+REPAIR_HINT = "forkyard doctor --store says what is damaged, and --repair keeps the rest"
 S = TypeVar("S")
 T = TypeVar("T")
 _BUSY_MS = 5000
@@ -61,15 +63,18 @@ class Catalog:
         self._connection: sqlite3.Connection
 
     @classmethod
-    async def open(cls, path: Path) -> Catalog:
+    async def open(cls, path: Path, *, check: bool = True) -> Catalog:
         """Open or make the catalog in ``path``.
 
+        Args:
+            check: Read it whole before it is used.
+
         Raises:
-            UnavailableError: a newer version of forkyard wrote it.
+            UnavailableError: a newer version of forkyard wrote it; it is as it was.
             InternalError: it is damaged.
         """
         catalog = cls(path)
-        catalog._connection = await asyncio.to_thread(catalog._connect)
+        catalog._connection = await asyncio.to_thread(catalog._connect, check)
         catalog._thread = threading.Thread(target=catalog._work, name="catalog")
         catalog._thread.start()
         return catalog
@@ -81,31 +86,38 @@ class Catalog:
             self._jobs.put(None)
             await asyncio.to_thread(thread.join)
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, check: bool) -> sqlite3.Connection:
         fresh = not self.path.exists()
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         try:
             if fresh:
                 self.path.chmod(0o600)
             connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+            # Before anything is changed in it.
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version > len(MIGRATIONS):
                 raise UnavailableError(
                     f"a newer forkyard wrote {self.path} (schema {version}, this knows {len(MIGRATIONS)})",
                     hint="upgrade forkyard, or use another home",
                 )
+            said = connection.execute("PRAGMA quick_check(1)").fetchone()[0] if check else "ok"
+            if said != "ok":
+                raise self._damaged(said)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
             for number in range(version, len(MIGRATIONS)):
                 script = f"BEGIN; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;"
                 connection.executescript(script)
         except sqlite3.DatabaseError as error:
             connection.close()
-            raise InternalError(f"the catalog {self.path} cannot be read: {error}") from error
+            raise self._damaged(error) from error
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _damaged(self, why: object) -> InternalError:
+        return InternalError(f"the catalog {self.path} cannot be read: {why}", hint=REPAIR_HINT)
 
     # -- the thread
 
@@ -228,6 +240,7 @@ class Catalog:
             connection.executemany(_upsert("sandboxes", SANDBOX_COLUMNS), sandbox_rows)
             connection.executemany(_upsert("snapshots", SNAPSHOT_COLUMNS), snapshot_rows)
 
+        await failpoint("catalog.save")
         await self.tx(work, durable=durable)
 
     async def load(self, sandbox: type[S], snapshot: type[T]) -> tuple[list[S], list[T]]:
@@ -246,10 +259,17 @@ class Catalog:
 
     async def _documents(self, of: str, type: type[T]) -> list[T]:
         rows = await self.read(
-            lambda c: c.execute(f"SELECT doc FROM {of} ORDER BY created_at, id").fetchall()
+            lambda c: c.execute(f"SELECT id, doc FROM {of} ORDER BY created_at, id").fetchall()
         )
         decode = msgspec.json.Decoder(type).decode
-        return [decode(row[0]) for row in rows]
+        found = []
+        for id_, doc in rows:
+            try:
+                found.append(decode(doc))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                # Not left out: whoever asks would take what belongs to it for a leftover.
+                raise self._damaged(f"the record of {id_}: {error}") from error
+        return found
 
     # -- replies
 

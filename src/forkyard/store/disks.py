@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnsupportedError
 from forkyard.host import files, mounts
+from forkyard.host.failpoint import failpoint_in_thread
 from forkyard.host.process import TaskStarter
 from forkyard.store import overlay
 from forkyard.store.backend import Backend, BtrfsBackend, PlainBackend
@@ -126,8 +127,11 @@ class DiskStore:
 
     # -- life
 
-    async def open(self) -> None:
+    async def open(self, *, clear: bool = True) -> None:
         """Make and mount the store if need be, and clear what a crash left in ``tmp``.
+
+        Args:
+            clear: False beside a daemon, whose ``tmp`` it is.
 
         Raises:
             CapacityError: no room for the store's file.
@@ -142,7 +146,8 @@ class DiskStore:
         self._backend = backend or PlainBackend(self.root, self.root / "tmp")
         self.kind = self._backend.kind
         self._layers = Layers(self.root / "layers", self.root / "tmp", self._backend)
-        await self._thread(self._clear_tmp)
+        if clear:
+            await self._thread(self._clear_tmp)
         self._spares = Spares(self._backend, self.root / "tmp")
 
     async def _open_btrfs(self) -> Backend | None:
@@ -341,7 +346,9 @@ class DiskStore:
             self.backend.set_limit(volume, limit_mb * _MIB)
             rootfs.parent.mkdir(mode=0o700, exist_ok=True)
             rootfs.mkdir(mode=0o755, exist_ok=True)
+            failpoint_in_thread("disk.limited")
             mounts.mount_overlay(lowers, upper, volume / "wk", rootfs, volatile=True)
+            failpoint_in_thread("disk.mounted")
         except FileExistsError as error:  # not the box's volume: that one is new
             raise InternalError(f"leftovers in {volume}: {error}") from error
         return layers[1:] if go_on else layers

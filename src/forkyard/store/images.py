@@ -20,6 +20,7 @@ import msgspec
 
 from forkyard.errors import CorruptSnapshotError, InternalError, NotFoundError, UnsupportedError
 from forkyard.host import files, process
+from forkyard.host.failpoint import failpoint
 from forkyard.wire import VERSION as WIRE_VERSION
 
 __all__ = ["Images", "Manifest"]
@@ -171,6 +172,7 @@ class Images:
             files=entries,
         )
         files.write_atomic(temporary / MANIFEST, msgspec.json.encode(manifest), durable=False)
+        await failpoint("image.manifest")
         os.rename(temporary, directory)
         self._manifests[name] = manifest
         self._sound.add(name)
@@ -186,6 +188,7 @@ class Images:
         try:
             for entry in manifest.files:
                 os.link(source / entry, temporary / entry)
+            await failpoint("image.linked")
             files.write_atomic(temporary / MANIFEST, msgspec.json.encode(manifest), durable=False)
             os.rename(temporary, self._dir(new))
         except BaseException:

@@ -13,6 +13,7 @@ from typing import Any
 
 from forkyard.errors import ConflictError, CorruptSnapshotError, InternalError, NotFoundError
 from forkyard.host import files, process
+from forkyard.host.failpoint import failpoint_in_thread
 from forkyard.store.backend import Backend
 
 __all__ = ["Layers", "Source", "inherit", "inherited"]
@@ -137,6 +138,7 @@ class Layers:
         # the seal itself commits the record with it, so writing it costs no flush of its own
         self._write_record(layer, {"private": True, "bytes": size}, durable=False)
         try:
+            failpoint_in_thread("layer.recorded")
             self.backend.seal(volume, directory)
         except BaseException:
             self._forget(layer)
@@ -178,6 +180,7 @@ class Layers:
         size = files.tree_bytes(volume / "up")
         self._write_record(layer, {**record, "bytes": size}, durable=False)
         try:
+            failpoint_in_thread("layer.filled")
             self.backend.seal(volume, directory)
         except BaseException:
             self._forget(layer)

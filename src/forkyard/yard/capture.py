@@ -7,12 +7,33 @@ import hashlib
 from typing import Literal
 
 
-class Capture:
+class Tally:
+    """Length and digest of a stream of which nothing is kept."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._digest = hashlib.sha256()
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the stream."""
+        self.total += len(data)
+        self._digest.update(data)
+
+    def skip(self, size: int) -> None:
+        """Note ``size`` bytes that were lost before they could be kept."""
+        self.total += size
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that was fed, in hexadecimal."""
+        return self._digest.hexdigest()
+
+
+class Capture(Tally):
     """Keeps at most ``limit`` bytes of a stream: its head, its tail, or half of each."""
 
     def __init__(self, limit: int, keep: Literal["head", "tail", "both"]) -> None:
-        self.total = 0
-        self._digest = hashlib.sha256()
+        super().__init__()
         self._head_room = {"head": limit, "tail": 0, "both": limit - limit // 2}[keep]
         self._tail_room = limit - self._head_room
         self._head = bytearray()
@@ -22,8 +43,7 @@ class Capture:
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the stream."""
-        self.total += len(data)
-        self._digest.update(data)
+        super().feed(data)
         self._fresh.append(data)
         if self._head_room:
             taken = data[: self._head_room]
@@ -35,10 +55,6 @@ class Capture:
             self._tail_size += len(data)
             while self._tail_size - len(self._tail[0]) >= self._tail_room:
                 self._tail_size -= len(self._tail.popleft())
-
-    def skip(self, size: int) -> None:
-        """Note ``size`` bytes that were lost before they could be kept."""
-        self.total += size
 
     def unspooled(self, limit: int) -> list[bytes]:
         """What was fed since the last call, at most ``limit`` bytes of it."""
@@ -55,11 +71,6 @@ class Capture:
     def omitted(self) -> int:
         """How many bytes were not kept."""
         return self.total - len(self._head) - min(self._tail_size, self._tail_room)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all that was fed, in hexadecimal."""
-        return self._digest.hexdigest()
 
     def data(self) -> bytes:
         """What was kept, in order."""

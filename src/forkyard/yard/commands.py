@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 from forkyard.errors import InvalidRequestError
@@ -12,8 +13,11 @@ from forkyard.types import ExecResult
 from forkyard.yard.capture import Capture
 from forkyard.yard.model import Sandbox
 from forkyard.yard.plans import check_env
+from forkyard.yard.secrets import hide, hide_argv
 
 MAX_OUTPUT = 1 << 30
+AUDITED = 16 << 10
+"""So many characters of a command are in the audit."""
 CODE_TAG = b"code1:"
 """Begins the tag of a session that runs code; no command's own (see tag_of) begins so."""
 
@@ -119,14 +123,20 @@ def result_of(
     )
 
 
-def audit_of(request: ExecOptions, sandbox: Sandbox) -> dict[str, Any]:
-    """What the audit says of a command before it ran. Values of variables may be secrets:
-    only their names are kept."""
+def audit_of(request: ExecOptions, sandbox: Sandbox, digest: Callable[[str], str]) -> dict[str, Any]:
+    """What the audit says of a command before it ran. Values of variables may be secrets: only their
+    names are kept; what looks like one among the arguments is kept as a digest. Of very long ones
+    the beginning is kept, and a digest of the whole."""
     said: dict[str, Any] = {"user": request.user or sandbox.doc.user}
-    if request.argv is not None:
-        said["argv"] = request.argv
+    secrets = list(request.env.values())
+    whole = request.command or "" if request.argv is None else "\0".join(request.argv)
+    if len(whole) > AUDITED:
+        said["command"] = hide(whole[:AUDITED].replace("\0", " "), digest, secrets)
+        said["command_sha256"] = hashlib.sha256(whole.encode(errors="surrogateescape")).hexdigest()
+    elif request.argv is not None:
+        said["argv"] = hide_argv(request.argv, digest, secrets)
     else:
-        said["command"] = request.command
+        said["command"] = hide(whole, digest, secrets)
     if request.cwd:
         said["cwd"] = request.cwd
     if request.env:

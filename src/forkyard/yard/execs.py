@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from forkyard.errors import (
@@ -41,7 +41,7 @@ from forkyard.requests import (
 )
 from forkyard.types import ExecResult, ProcessInfo
 from forkyard.yard.background import begin
-from forkyard.yard.capture import Capture
+from forkyard.yard.capture import Capture, Tally
 from forkyard.yard.commands import CODE_TAG, audit_of, check_output, result_of, spec_of, tag_of
 from forkyard.yard.context import actor
 from forkyard.yard.lifecycle import Lifecycle
@@ -80,6 +80,9 @@ class Held:
     caller: Caller
     ended: asyncio.Event
     result: ExecResult | None = None
+    # Digests of what its reader was given; nothing of it is kept.
+    out: Tally = field(default_factory=Tally)
+    err: Tally = field(default_factory=Tally)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +159,21 @@ class Execs:
                 feeder.cancel()
             status = process.status
             assert status is not None
-        except asyncio.CancelledError:
-            if process is not None and not self._leaving:
-                await self._end(process)
+        except BaseException as error:
+            gone = isinstance(error, asyncio.CancelledError)
+            if process is not None and not (gone and self._leaving):
+                said = audit_of(request, sandbox, self.context.audit.digest)
+                self._audit_cut(sandbox, caller, said, "client gone" if gone else "lost", begun, out, err)
+                if gone:
+                    await self._end(process)
             raise
         finally:
             sandbox.active_calls -= 1
             sandbox.touch()
         disk_full = status.code != 0 and self.context.disks.is_full(box.id)
         duration_ms = (time.perf_counter() - begun) * 1e3
-        seq = self._audit(
-            sandbox, caller, audit_of(request, sandbox), status, duration_ms, out, err, timed_out
-        )
+        said = audit_of(request, sandbox, self.context.audit.digest)
+        seq = self._audit(sandbox, caller, said, status, duration_ms, out, err, timed_out)
         asyncio.get_running_loop().call_later(LINGER_S, _forget, process, spool)
         return result_of(
             status,
@@ -260,17 +266,31 @@ class Execs:
         said: dict[str, Any],
         status: ExitStatus,
         duration_ms: float,
-        out: Capture | None,
-        err: Capture | None,
+        out: Tally,
+        err: Tally,
         timed_out: bool = False,
     ) -> int:
-        said |= {"exit_code": status.code, "duration_ms": round(duration_ms, 1)}
-        if out is not None and err is not None:
-            said |= {"stdout_sha256": out.digest, "stderr_sha256": err.digest, "bytes": out.total + err.total}
+        said |= {"exit_code": status.code, "duration_ms": round(duration_ms, 1), **_output(out, err)}
         for name, flag in (("oom", status.oom), ("process_limit", status.crowded), ("timed_out", timed_out)):
             if flag:
                 said[name] = True
         return self.context.audit.append("exec", sandbox.id, actor(caller), said)
+
+    def _audit_cut(
+        self,
+        sandbox: Sandbox,
+        caller: Caller,
+        said: dict[str, Any],
+        end: str,
+        begun: float,
+        out: Tally,
+        err: Tally,
+    ) -> None:
+        """A command whose end its client does not see: it was ended, was lost, or runs on."""
+        duration_ms = (time.perf_counter() - begun) * 1e3
+        said |= {"end": end, "duration_ms": round(duration_ms, 1), **_output(out, err)}
+        with contextlib.suppress(ForkyardError):
+            self.context.audit.append("exec", sandbox.id, actor(caller), said)
 
     # -- after a restart of the daemon -------------------------------------------------
 
@@ -316,7 +336,12 @@ class Execs:
             return None
         del self._orphans[tag_of(request, caller.uid)]
         spool.read(out, err)
-        return await box.guest.process(orphan.pid, stdout_offset=out.total, stderr_offset=err.total)
+        try:
+            return await box.guest.process(orphan.pid, stdout_offset=out.total, stderr_offset=err.total)
+        except NotFoundError:
+            raise SandboxLostError(
+                "the command went with the machine that it ran on", cause="host", sandbox=sandbox.id
+            ) from None
 
     def detach_all(self) -> None:
         """From now on a cancelled command runs on, for the next daemon's clients."""
@@ -332,7 +357,7 @@ class Execs:
         """See API: ``spawn``. Closing the iterator ends a command that is not detached."""
         sandbox, box = await self.lifecycle.running(request.sandbox)
         process = await self._spawn(sandbox, box, request, caller, request.stdin or request.pty)
-        held = self._hold(sandbox, process, audit_of(request, sandbox), caller)
+        held = self._hold(sandbox, process, audit_of(request, sandbox, self.context.audit.digest), caller)
         async for event in self._stream(
             sandbox, box, held, end=not request.detach, timeout_s=request.timeout_s
         ):
@@ -375,6 +400,11 @@ class Execs:
         try:
             yield StreamEvent(kind="started", pid=process.pid)
             async for item in process.output():
+                capture = held.out if item.stream == "stdout" else held.err
+                if item.kind == "gap":
+                    capture.skip(item.missing)
+                else:
+                    capture.feed(item.data)
                 yield StreamEvent(kind=item.kind, data=item.data, offset=item.offset)
             status = process.status
             assert status is not None
@@ -395,6 +425,11 @@ class Execs:
                     self._ended_held[key] = held.result
                     if len(self._ended_held) > ENDED:
                         self._ended_held.popitem(last=False)
+            if held.result is None and not self._leaving:
+                why = "client gone" if end else "left"
+                if sandbox.box is not box:
+                    why = "lost"
+                self._audit_cut(sandbox, held.caller, held.audit, why, held.begun, held.out, held.err)
             if process.status is None and not self._leaving:
                 if end:
                     begin(self.context.tg, self._end(process))
@@ -405,7 +440,8 @@ class Execs:
         self, sandbox: Sandbox, box: Box, held: Held, status: ExitStatus, timed_out: bool
     ) -> ExecResult:
         duration_ms = (time.perf_counter() - held.begun) * 1e3
-        seq = self._audit(sandbox, held.caller, held.audit, status, duration_ms, None, None, timed_out)
+        told = held.caller, held.audit, status, duration_ms, held.out, held.err
+        seq = self._audit(sandbox, *told, timed_out)
         nothing = Capture(0, "head")
         return result_of(
             status,
@@ -457,6 +493,8 @@ class Execs:
             held.process.signal(request.signal)
         else:
             await box.guest.signal(request.pid, request.signal, scope=Scope.PROCESS)
+        said = {"pid": request.pid, "signal": request.signal}
+        self.context.audit.append("process.signalled", sandbox.id, actor(caller), said)
 
     async def wait(self, request: WaitProcess, caller: Caller) -> ExecResult:
         """Its result, when it has ended; its output stays its reader's.
@@ -502,6 +540,10 @@ class Execs:
             duration_ms=0.0,
             audit_seq=0,
         )
+
+
+def _output(out: Tally, err: Tally) -> dict[str, Any]:
+    return {"stdout_sha256": out.digest, "stderr_sha256": err.digest, "bytes": out.total + err.total}
 
 
 def _forget(process: GuestProcess, spool: Spool) -> None:

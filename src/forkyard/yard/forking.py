@@ -17,6 +17,7 @@ from forkyard.errors import (
     NotFoundError,
 )
 from forkyard.host import process
+from forkyard.host.failpoint import failpoint
 from forkyard.requests import (
     Caller,
     Fork,
@@ -26,6 +27,7 @@ from forkyard.requests import (
 )
 from forkyard.types import CheckpointInfo, ForkResult, SandboxInfo, SnapshotInfo
 from forkyard.yard import names
+from forkyard.yard.again import made_sandboxes, made_snapshot, mark_of
 from forkyard.yard.background import begin, finish
 from forkyard.yard.context import locked
 from forkyard.yard.lifecycle import Lifecycle
@@ -92,6 +94,9 @@ class Forking:
 
     async def _snapshot(self, sandbox: Sandbox, request: TakeSnapshot, caller: Caller) -> SnapshotInfo:
         async with locked(sandbox):
+            made = made_snapshot(self.context, request, caller, "snapshot")
+            if made is not None:
+                return self.snapshots.info(made)
             if request.name is not None:
                 self.snapshots.check_free(request.name)
             kept = await self._freeze(
@@ -102,16 +107,22 @@ class Forking:
                 name=request.name,
                 parent=sandbox.doc.checkpoint or sandbox.doc.snapshot,
                 labels=dict(request.labels),
+                asked=mark_of(request, caller),
             )
-            await self._save(kept, caller, "snapshot.created")
+            await self._save(kept)
+            await self._record(kept, caller, "snapshot.created")
         return self.snapshots.info(kept)
 
-    async def _save(self, kept: SnapshotDoc, caller: Caller, kind: str, *sandboxes: Sandbox) -> None:
+    async def _save(self, kept: SnapshotDoc, *sandboxes: Sandbox) -> None:
         try:
+            await failpoint("keep.frozen")
             await self.context.save(snapshots=[kept], sandboxes=[sandbox.doc for sandbox in sandboxes])
         except BaseException:
             await self.snapshots.discard(kept, save=False)
             raise
+
+    async def _record(self, kept: SnapshotDoc, caller: Caller, kind: str) -> None:
+        await failpoint("keep.saved")
         await self.context.record(
             kind,
             caller,
@@ -127,6 +138,8 @@ class Forking:
     async def fork(self, request: Fork, caller: Caller) -> ForkResult:
         """See API: ``fork``: one freeze and n starts, all or none; the source runs on either way."""
         begun = time.perf_counter()
+        if made := made_sandboxes(self.context, request, caller):
+            return self._made(made)
         self._names(request)
         check_times(request.ttl_min, request.auto_stop_min)
         async with self._source(request, caller) as (frozen, source):
@@ -149,12 +162,27 @@ class Forking:
     ) -> ForkResult:
         """Copies of a template: as many creations, since there is nothing to freeze."""
         begun = time.perf_counter()
+        if made := made_sandboxes(self.context, request, caller):
+            return self._made(made)
         plans = [plan(name) for name in self._names(request)]
         forks = await self._start_all(plans, request, caller)
         await self.context.record(
             "sandbox.forked", caller, None, template=template, forks=[fork.id for fork in forks]
         )
         return ForkResult(template, [fork.info() for fork in forks], 0.0, _ms_since(begun))
+
+    def _made(self, forks: list[Sandbox]) -> ForkResult:
+        """The result of a fork that was made, and whose reply was lost."""
+        doc = forks[0].doc
+        kept = self.context.snapshots.get(doc.snapshot or "")
+        fresh = kept is not None and kept.kind == "fork"
+        return ForkResult(
+            snapshot=doc.snapshot or doc.template or "",
+            forks=[fork.info() for fork in forks],
+            paused_ms=kept.paused_ms if kept is not None and fresh else 0.0,
+            total_ms=0.0,
+            dirty_mb=kept.dirty_mb if kept is not None and fresh else 0.0,
+        )
 
     @contextlib.asynccontextmanager
     async def _source(
@@ -186,7 +214,12 @@ class Forking:
         async with locked(sandbox):
             parent = sandbox.doc.checkpoint or sandbox.doc.snapshot
             kept = await self._freeze(sandbox, names.snapshot_id(), "fork", memory, parent=parent)
-            await self._save(kept, caller, "fork.frozen")
+            try:
+                await self._save(kept)
+                await self._record(kept, caller, "fork.frozen")
+            except BaseException:
+                await finish(self.context.tg, self.snapshots.forget_unused(kept.id))
+                raise
             return kept
 
     def _kept_source(self, ref: str) -> SnapshotDoc:
@@ -259,11 +292,17 @@ class Forking:
         try:
             async with self.lifecycle.admission.reserve(n, need, request.wait_s, f"fork of {n}"):
                 for plan in plans:
+                    plan.doc.asked = mark_of(request, caller)
                     made.append(await self.lifecycle._announce(plan))
+                await failpoint("fork.announced")
                 async with asyncio.TaskGroup() as group:
                     for sandbox, plan in zip(made, plans, strict=True):
                         group.create_task(self._start_one(sandbox, plan))
+            await failpoint("fork.started")
             await self.context.save(sandboxes=[plan.doc for plan in plans])
+            for sandbox in made:
+                sandbox.half_made = False
+            await failpoint("fork.saved")
         except BaseException as error:
             for sandbox in made:
                 await finish(self.context.tg, self.lifecycle.delete(sandbox, caller))
@@ -275,6 +314,7 @@ class Forking:
     async def _start_one(self, sandbox: Sandbox, plan: Plan) -> None:
         async with locked(sandbox):
             await self.lifecycle.ignite(sandbox, plan)
+            await failpoint("fork.one")
         if plan.cold is not None:
             self.lifecycle.templates.warm_behind(plan.cold, plan.limits)
 
@@ -292,6 +332,9 @@ class Forking:
 
     async def _checkpoint(self, sandbox: Sandbox, request: TakeCheckpoint, caller: Caller) -> CheckpointInfo:
         async with locked(sandbox):
+            made = made_snapshot(self.context, request, caller, "checkpoint")
+            if made is not None:
+                return checkpoint_info(made)
             before = sandbox.doc.checkpoint
             kept = await self._freeze(
                 sandbox,
@@ -300,20 +343,26 @@ class Forking:
                 request.memory,
                 name=request.label,
                 parent=before,
+                asked=mark_of(request, caller),
             )
             sandbox.doc.checkpoint = kept.id
             try:
-                await self._save(kept, caller, "checkpoint.created", sandbox)
+                await self._save(kept, sandbox)
             except BaseException:
                 sandbox.doc.checkpoint = before
                 raise
+            await self._record(kept, caller, "checkpoint.created")
             if request.keep_last is not None:
                 for old in self.snapshots.checkpoints(sandbox)[: -request.keep_last]:
                     await self.snapshots.discard(old)
+                    await self.context.record("checkpoint.deleted", caller, sandbox.id, id=old.id)
         return checkpoint_info(kept)
 
     async def delete_checkpoint(self, sandbox: Sandbox, ref: str, caller: Caller) -> None:
         """Delete one; a state that came after it has its parent as newest ancestor then."""
+        await finish(self.context.tg, self._delete_checkpoint(sandbox, ref, caller))
+
+    async def _delete_checkpoint(self, sandbox: Sandbox, ref: str, caller: Caller) -> None:
         async with locked(sandbox):
             gone = self.snapshots.checkpoint(sandbox, ref)
             users = self.snapshots.users(gone)
@@ -347,10 +396,12 @@ class Forking:
                     )
                 target = found
             spent = doc.resume
-            await self.lifecycle.restart(sandbox, target)
-            doc.checkpoint, doc.resume, doc.napping = target.id, None, False
-            sandbox.signal()
-            await self.context.save(sandboxes=[doc])
+
+            def change() -> None:
+                doc.checkpoint, doc.resume, doc.napping = target.id, None, False
+
+            await self.lifecycle.restart(sandbox, target, change)
+            await failpoint("rewind.restarted")
             if spent is not None and (unused := self.context.snapshots.get(spent)) is not None:
                 await self.snapshots.discard(unused)
             await self.context.record("sandbox.rewound", caller, doc.id, to=target.id, label=target.name)

@@ -16,6 +16,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from forkyard.errors import (
     ConflictError,
@@ -23,16 +27,18 @@ from forkyard.errors import (
     InternalError,
     SandboxLostError,
 )
+from forkyard.host.failpoint import failpoint
 from forkyard.requests import Caller, CreateSandbox, Lease
 from forkyard.types import SandboxInfo
 from forkyard.yard import warmup
 from forkyard.yard.admission import Admission
+from forkyard.yard.again import made_sandboxes, mark_of
 from forkyard.yard.background import begin, finish
 from forkyard.yard.commands import is_root
 from forkyard.yard.context import Context, locked
 from forkyard.yard.leases import Leases
 from forkyard.yard.machines import Box, Start, identity
-from forkyard.yard.model import Sandbox, SnapshotDoc
+from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc
 from forkyard.yard.names import snapshot_id
 from forkyard.yard.network import Network
 from forkyard.yard.plans import Plan, for_create
@@ -70,6 +76,8 @@ class Lifecycle:
         self.leases = leases
         self.network = Network(context, self._machine_of)
         self._boxes: dict[str, Sandbox] = {}
+        # Of sandboxes that never came to be, while the catalog could not be written.
+        self._rows_to_delete: list[SandboxDoc] = []
         context.machines.on_death = self._died
         context.disks.on_over = self._over_disk
 
@@ -77,7 +85,10 @@ class Lifecycle:
 
     async def create(self, request: CreateSandbox, caller: Caller) -> SandboxInfo:
         """See API: ``create_sandbox``. Cancelling it undoes it."""
+        for made in made_sandboxes(self.context, request, caller):
+            return made.info()
         plan = for_create(request, self.context, self.templates, self.snapshots)
+        plan.doc.asked = mark_of(request, caller)
         if request.wait:
             sandbox = await self.bring_up(plan, caller, wait_s=request.wait_s)
             return sandbox.info()
@@ -102,11 +113,14 @@ class Lifecycle:
         return sandbox
 
     async def _announce(self, plan: Plan) -> Sandbox:
-        sandbox = Sandbox(plan.doc)
+        sandbox = Sandbox(plan.doc, half_made=True)
         self.context.sandboxes.add(sandbox)
         self.snapshots.hold(plan.doc.held())
         try:
-            await self.context.save(sandboxes=[plan.doc])
+            gone = list(self._rows_to_delete)
+            await self.context.save(sandboxes=[*gone, plan.doc])
+            self._rows_to_delete = [doc for doc in self._rows_to_delete if doc not in gone]
+            await failpoint("create.announced")
         except BaseException:
             await finish(self.context.tg, self._unannounce(sandbox))
             raise
@@ -116,8 +130,10 @@ class Lifecycle:
         self.context.sandboxes.drop(sandbox)
         sandbox.doc.state = "deleted"
         # A cancelled save may have been done all the same.
-        with contextlib.suppress(ForkyardError):
+        try:
             await self.context.save(sandboxes=[sandbox.doc])
+        except (ForkyardError, OSError):
+            self._rows_to_delete.append(sandbox.doc)
         await self.snapshots.release(sandbox.doc.held())
 
     def _launch(
@@ -138,7 +154,10 @@ class Lifecycle:
                 need = self.admission.need_mb(plan.image_bytes)
                 async with self.admission.reserve(1, need, wait_s, f"creating {doc.name!r}"):
                     await self.ignite(sandbox, plan)
+                await failpoint("create.ignited")
                 await context.save(sandboxes=[doc])
+                sandbox.half_made = False
+                await failpoint("create.saved")
                 self.leases.watch(sandbox)
                 await context.record("sandbox.created", caller, doc.id, name=doc.name, **_origin(doc))
             except BaseException as error:
@@ -156,6 +175,7 @@ class Lifecycle:
         """Start the plan's machine and make it the sandbox's; the caller holds the lock and saves."""
         doc = sandbox.doc
         network = await self.network.prepare(sandbox)
+        await failpoint("ignite.network")
         doc.generation += 1
         fork = plan.image is not None
         who = identity(doc.name, doc.id, generation=doc.generation, fork=fork, network=network)
@@ -177,7 +197,9 @@ class Lifecycle:
             # Its disk goes on with a copy of the top layer: that one is not below it.
             await self._move_layers(sandbox, started.layers)
         try:
+            await failpoint("ignite.bound")
             await self.network.equip(sandbox)
+            await failpoint("ignite.equipped")
             if plan.cold is not None and plan.cold.warm is not None:
                 # There is no image that fits: what it would hold is made here.
                 await warmup.run(started.guest, plan.cold)
@@ -212,6 +234,8 @@ class Lifecycle:
                 lambda used, limit: self._over_memory(sandbox, box, used),
             )
         box.guest.on_lost = lambda error: self._channel_lost(box.id, error)
+        if box.machine.died.is_set():  # while it was nobody's
+            self._died(box.id)
 
     async def release(self, sandbox: Sandbox, why: str | None = None) -> None:
         """End the sandbox's machine, if it has one; ``why`` is what those in it are told."""
@@ -301,12 +325,16 @@ class Lifecycle:
         doc.failure = {"code": error.code, "message": error.message, "cause": cause}
         sandbox.signal()
         await self.context.save(sandboxes=[doc])
+        sandbox.half_made = False
         await self.context.record("sandbox.failed", None, doc.id, **doc.failure)
 
     # -- stop, start, delete -----------------------------------------------------------
 
     async def stop(self, sandbox: Sandbox, caller: Caller | None, *, napping: bool = False) -> None:
         """Save memory and disk and leave no process. An ephemeral sandbox is deleted instead."""
+        await finish(self.context.tg, self._stop(sandbox, caller, napping))
+
+    async def _stop(self, sandbox: Sandbox, caller: Caller | None, napping: bool) -> None:
         async with locked(sandbox):
             doc = sandbox.doc
             if doc.state == "stopped":
@@ -319,16 +347,32 @@ class Lifecycle:
             stop_id = snapshot_id()
             frozen = await self.context.machines.freeze(box, f"s-{stop_id}", stop_id)
             kept = await self.snapshots.add(doc, frozen, stop_id, "stop", created_at=time.time())
-            await self.release(sandbox, "was stopped")
+            before = msgspec.structs.asdict(doc)
             doc.state, doc.resume, doc.napping = "stopped", kept.id, napping
-            await self._move_layers(sandbox, kept.layers)
-            sandbox.signal()
-            await self.context.save(sandboxes=[doc], snapshots=[kept])
+            doc.box, doc.machine = "", None
+            doc.layers = list(kept.layers)
+            try:
+                await failpoint("stop.frozen")
+                await self.context.save(sandboxes=[doc], snapshots=[kept])
+            except BaseException:
+                _restore(doc, before)
+                await finish(self.context.tg, self.snapshots.discard(kept, save=False))
+                raise
+            # From here on it is stopped: a death before its machine is gone leaves a stray.
+            async with contextlib.AsyncExitStack() as steps:
+                self.snapshots.hold(doc.layers)
+                steps.push_async_callback(self.snapshots.release, before["layers"])
+                steps.push_async_callback(self.release, sandbox, "was stopped")
+                sandbox.signal()
+                await failpoint("stop.saved")
             kind = "sandbox.napped" if napping else "sandbox.stopped"
             await self.context.record(kind, caller, doc.id, memory_bytes=kept.memory_bytes)
 
     async def start(self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None = None) -> None:
         """Go on where it stopped; a failed one goes on from its newest checkpoint."""
+        await finish(self.context.tg, self._start(sandbox, caller, lease))
+
+    async def _start(self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None) -> None:
         async with locked(sandbox):
             await self._start_locked(sandbox, caller, lease)
 
@@ -345,19 +389,26 @@ class Lifecycle:
                 hint="delete it and create another; checkpoints survive such a loss",
                 sandbox=doc.id,
             )
-        await self.restart(sandbox, source)
-        resumed, doc.resume, doc.napping = doc.resume, None, False
-        if lease is not None and doc.ephemeral:
-            doc.lease = lease
-        await self.context.save(sandboxes=[doc])
+        resumed = doc.resume
+
+        def change() -> None:
+            doc.resume, doc.napping = None, False
+            if lease is not None and doc.ephemeral:
+                doc.lease = lease
+
+        await self.restart(sandbox, source, change)
         self.leases.watch(sandbox)
         if resumed is not None and (spent := self.context.snapshots.get(resumed)) is not None:
             await self.snapshots.discard(spent)
         await self.context.record("sandbox.started", caller, doc.id, source=source.id)
 
-    async def restart(self, sandbox: Sandbox, source: SnapshotDoc) -> None:
-        """Start the sandbox from ``source`` under its own id. The new machine has answered
-        before the old one, if there is one, is ended."""
+    async def restart(self, sandbox: Sandbox, source: SnapshotDoc, change: Callable[[], None]) -> None:
+        """Start the sandbox from ``source`` under its own id. The new machine has answered, and is
+        in the catalog, before the old one, if there is one, is ended.
+
+        Args:
+            change: Makes what else changes in its document, to be written with it.
+        """
         doc = sandbox.doc
         self.snapshots.check_restorable(source)
         plan = Plan(
@@ -368,27 +419,43 @@ class Lifecycle:
             image_bytes=source.memory_bytes if source.image else None,
             start_from=source,
         )
-        old_box, old_layers = sandbox.box, doc.layers
+        old_box, before = sandbox.box, msgspec.structs.asdict(doc)
         doc.layers = list(source.layers)
         self.snapshots.hold(doc.layers)
         try:
             need = self.admission.need_mb(plan.image_bytes)
             async with self.admission.reserve(1, need, 0, f"starting {doc.name!r}"):
+                await failpoint("restart.reserved")
                 if old_box is not None:
                     self._unbind(sandbox)
                 await self.ignite(sandbox, plan)
+            doc.memory_restored = source.image is not None
+            doc.resumed_from = source.name or source.id
+            change()
+            await failpoint("restart.ignited")
+            await self.context.save(sandboxes=[doc])
         except BaseException:
-            await self.snapshots.release(doc.layers)
-            doc.layers = old_layers
-            if old_box is not None and sandbox.box is not old_box:
-                self.bind(sandbox, old_box)
+            await finish(self.context.tg, self._go_back(sandbox, old_box, before))
             raise
-        doc.memory_restored = source.image is not None
-        doc.resumed_from = source.name or source.id
-        if old_box is not None:
-            why = f"sandbox {doc.name!r} was rewound: what ran before is gone, what the checkpoint has runs"
-            await self.context.machines.end(old_box, why)
-        await self.snapshots.release(old_layers)
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(self.snapshots.release, before["layers"])
+            if old_box is not None:
+                why = "was rewound: what ran before is gone, what the checkpoint has runs"
+                told = f"sandbox {doc.name!r} {why}"
+                steps.push_async_callback(self.context.machines.end, old_box, told)
+            await failpoint("restart.saved")
+
+    async def _go_back(self, sandbox: Sandbox, old_box: Box | None, before: dict[str, Any]) -> None:
+        """After a restart that failed: the machine and the document of before."""
+        doc = sandbox.doc
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(self.snapshots.release, list(doc.layers))
+            if sandbox.box is not None and sandbox.box is not old_box:
+                await self.release(sandbox)
+        _restore(doc, before)
+        if old_box is not None and sandbox.box is not old_box:
+            self.bind(sandbox, old_box)
+        sandbox.signal()
 
     def _unbind(self, sandbox: Sandbox) -> None:
         """Take the machine from the sandbox without ending it."""
@@ -408,9 +475,12 @@ class Lifecycle:
         sandbox.doomed = True
         if sandbox.creating is not None:
             sandbox.creating.cancel()
+        await finish(self.context.tg, self._delete(sandbox, caller))
+
+    async def _delete(self, sandbox: Sandbox, caller: Caller | None) -> None:
         async with sandbox.lock:
             if sandbox.doc.state != "deleted":
-                await finish(self.context.tg, self._delete_locked(sandbox, caller))
+                await self._delete_locked(sandbox, caller)
 
     async def _delete_locked(self, sandbox: Sandbox, caller: Caller | None) -> None:
         await self._erase(sandbox)
@@ -425,21 +495,32 @@ class Lifecycle:
             if kept.sandbox == doc.id and kept.kind in ("checkpoint", "stop")
         ]
         before, doc.state = doc.state, "deleted"
+        children, give_back = self.snapshots.reparent(owned)
         try:
             # The row first: cut short from here on, the rest is swept as what no record names.
-            await self.context.save(sandboxes=[doc], gone=[kept.id for kept in owned])
-        except BaseException:
-            doc.state = before
-            raise
-        self.context.sandboxes.drop(sandbox)
-        sandbox.signal()
-        self.network.forget(doc.id)
-        await self.release(sandbox, "was deleted")
-        for kept in owned:
-            await self.snapshots.discard(kept, save=False)
-        await self.snapshots.release(doc.held())
-        doc.layers, doc.origin = [], []
-        await self.snapshots.forget_unused(doc.snapshot)
+            await self.context.save(sandboxes=[doc], snapshots=children, gone=[kept.id for kept in owned])
+        except BaseException as error:
+            if not sandbox.half_made or not isinstance(error, ForkyardError | OSError):
+                doc.state = before
+                give_back()
+                raise
+            # Its row says so, and no daemon takes such a one up: it goes all the same.
+            self._rows_to_delete.append(doc)
+        # From here on it is gone: whatever fails, every other step is done.
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(self.snapshots.forget_unused, doc.snapshot)
+            steps.push_async_callback(self._give_up_layers, doc)
+            for kept in owned:
+                steps.push_async_callback(self.snapshots.discard, kept, save=False)
+            steps.push_async_callback(self.release, sandbox, "was deleted")
+            self.context.sandboxes.drop(sandbox)
+            sandbox.signal()
+            self.network.forget(doc.id)
+            await failpoint("delete.saved")
+
+    async def _give_up_layers(self, doc: SandboxDoc) -> None:
+        held, doc.layers, doc.origin = doc.held(), [], []
+        await self.snapshots.release(held)
 
     # -- for those who use a sandbox ---------------------------------------------------
 
@@ -459,6 +540,9 @@ class Lifecycle:
         sandbox.touch()
         if sandbox.box is not None and sandbox.doc.state == "running":
             return sandbox, sandbox.box
+        return await finish(self.context.tg, self._woken(sandbox))
+
+    async def _woken(self, sandbox: Sandbox) -> tuple[Sandbox, Box]:
         async with locked(sandbox):
             if sandbox.doc.napping:
                 await self._start_locked(sandbox, None)
@@ -480,6 +564,11 @@ class Lifecycle:
                 f"sandbox {doc.name!r} is stopped", hint=f"forkyard start {doc.name}", sandbox=doc.id
             )
         raise InternalError(f"sandbox {doc.name!r} is {doc.state} without a machine", sandbox=doc.id)
+
+
+def _restore(doc: SandboxDoc, fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        setattr(doc, name, value)
 
 
 def _cause(box: Box, error: ForkyardError | None) -> tuple[str, str]:

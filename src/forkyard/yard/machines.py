@@ -23,6 +23,7 @@ from forkyard.engines.base import Engine, Machine, MachineSpec
 from forkyard.errors import ConflictError, DeadlineError, ForkyardError, InternalError, SandboxLostError
 from forkyard.guest import Guest, Identity
 from forkyard.host.cgroup import CgroupBox, Cgroups, thread_limit
+from forkyard.host.failpoint import failpoint
 from forkyard.host.files import rmtree
 from forkyard.host.memory import memory_mb
 from forkyard.host.trace import span
@@ -185,8 +186,10 @@ class Machines:
             else:
                 site = self._lay_out(start)
                 undo.push(self.remove, site.id)
+            await failpoint("start.laid_out")
             with span("disk", layers=len(start.layers)):
                 disk = await self.disks.create_box(site.id, start.layers, start.limits.disk_mb)
+            await failpoint("start.disk")
             marks["site"] = time.perf_counter()
             with span("engine", blank=blank is not None, memory=start.image is not None):
                 if start.image is None:
@@ -194,14 +197,17 @@ class Machines:
                 else:
                     machine = await self.engine.restore(site.spec, start.image, site.prepared)
             undo.push(self.engine.kill, machine)
+            await failpoint("start.engine")
             marks["engine"] = time.perf_counter()
             guest = Guest(machine.to_guest, machine.from_guest, box=site.id)
             undo.push(guest.close)
             start.serve(guest)
             with span("hear"):
                 await self._hear(machine, guest)
+            await failpoint("start.heard")
             with span("identify"):
                 await guest.identify(start.identity)
+            await failpoint("start.identified")
             if site.cgroup is not None:
                 # Only now: the quota would make the start itself wait for its next period.
                 self._limit(site.cgroup, start.limits)
@@ -251,6 +257,7 @@ class Machines:
             undo.push(self.remove, site.id)
             with span("make a blank"):
                 site.prepared = await self.engine.prepare(site.spec)
+            await failpoint("blank.prepared")
             if site.prepared is None:
                 return None
             undo.keep()
@@ -276,7 +283,9 @@ class Machines:
             await box.guest.close()
             with span("kill"):
                 await _within(self.engine.kill(box.machine))
+            await _within(failpoint("end.killed"))
             await self.remove(box.id)
+            await _within(failpoint("end.removed"))
 
     async def remove(self, box_id: str) -> None:
         """Remove what a box whose processes are gone left on the host."""
@@ -307,9 +316,18 @@ class Machines:
             # Only now: while it is quiesced, the agent sends nothing.
             raise await self._deleted_files(box, error) from error
 
+    async def forget(self, frozen: Frozen, image: str) -> None:
+        """Remove what :meth:`freeze` made and nobody can use; ``image`` is its name if it was published."""
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(self.disks.drop_layer, frozen.layer)
+            if frozen.image is not None:
+                steps.push_async_callback(asyncio.to_thread, rmtree, frozen.image)
+                steps.push_async_callback(self.images.delete_async, image)
+
     async def _freeze(self, box: Box, layer: str, image: str | None) -> Frozen:
         with span("write out"):
             dirty_mb = await self._write_out(box)
+        await failpoint("freeze.written_out")
         quiesced = False
         # One that forged the wire is lost for that, afterwards.
         with span("quiesce"), contextlib.suppress(ForkyardError):
@@ -359,6 +377,7 @@ class Machines:
             raise
         try:
             async with _Undo(self.tg) as undo:
+                await failpoint("freeze.paused")
                 saved = None
                 if image is not None:
                     directory = self.images.temporary(image)
@@ -366,9 +385,11 @@ class Machines:
                     # Memory first: saving it writes the guest's cached file data to the disk.
                     with span("save"):
                         saved = await self.engine.save(box.machine, directory)
+                    await failpoint("freeze.saved")
                 undo.push(self.disks.drop_layer, layer)
                 with span("seal"):
                     await self.disks.seal(box.id, layer)
+                await failpoint("freeze.sealed")
                 undo.keep()
                 return saved
         finally:

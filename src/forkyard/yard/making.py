@@ -17,6 +17,7 @@ import msgspec
 
 from forkyard.errors import ConflictError, ForkyardError, InternalError, InvalidRequestError, to_wire
 from forkyard.host import files
+from forkyard.host.failpoint import failpoint
 from forkyard.oci.tools import Say, Tools
 from forkyard.requests import (
     Caller,
@@ -281,6 +282,7 @@ class Making:
         """Make a template of a disk: its name, its warm image, its record."""
         self.snapshots.hold(made.layers)
         try:
+            await failpoint("template.made")
             warm = _warm_argv(spec.warm, made)
             key = made.content
             if warm is not None:
@@ -318,7 +320,9 @@ class Making:
         if doc.warm is not None:
             # A template whose warm command fails is none.
             await self.templates.warm(doc, limits, say)
+        await failpoint("template.warmed")
         before = self.templates.put(doc)
+        await failpoint("template.put")
         await self.snapshots.drop_unheld(before)
         if doc.warm is None:
             self.templates.warm_behind(doc, limits)

@@ -25,8 +25,9 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     ancestors of its present state; ``resume`` the hidden snapshot that a stopped sandbox starts
     from; ``napping`` that it was stopped for being idle and that the next call starts it;
     ``trial`` the explore that it may not outlive unless it wins; ``exposed`` which ports of it are
-    which of the host's; ``git_hosts`` the hosts that clients had git reach. ``deadline`` is in
-    seconds of the boot-time clock of ``boot_id``.
+    which of the host's; ``git_hosts`` the hosts that clients had git reach; ``asked`` the
+    request that made it (see :mod:`forkyard.yard.again`). ``deadline`` is in seconds of the
+    boot-time clock of ``boot_id``.
     """
 
     id: str
@@ -74,6 +75,7 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     shape_disk_mb: int = 0
     processes: int = 0
     exposed: dict[str, int] = {}
+    asked: str = ""
 
     def held(self) -> list[str]:
         """The layers that it needs."""
@@ -113,6 +115,7 @@ class SnapshotDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     quiesced: bool = True
     verified: bool = False
     inherits: dict[str, Any] = {}
+    asked: str = ""
 
 
 @dataclass(slots=True)
@@ -137,6 +140,8 @@ class Sandbox:
     measured_at: float = 0.0
     memory_watch: Any = None
     killing: bool = False
+    # Its row says that it is being created.
+    half_made: bool = False
     # When a process was last killed to save memory, and how much was used then.
     killed_at: float = float("-inf")
     killed_mb: float = 0.0

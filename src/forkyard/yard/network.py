@@ -24,6 +24,7 @@ from forkyard.egress.reach import Reach
 from forkyard.egress.sniff import Check
 from forkyard.errors import CapacityError, ForkyardError, InvalidRequestError, UnsupportedError
 from forkyard.guest import Guest
+from forkyard.host.failpoint import failpoint
 from forkyard.wire import NetFlag
 from forkyard.yard.background import begin
 from forkyard.yard.context import Context
@@ -173,6 +174,7 @@ class Network:
         known = self._of(sandbox)
         if read[0] != "deny" and sandbox.box is not None:
             await _equip(sandbox, sandbox.box.guest)
+        await failpoint("egress.read")
         known.mode, known.rules, known.env = read
         await self._apply(sandbox, known)
 
@@ -246,6 +248,13 @@ class Network:
             known.exposed[port] = exposed
             sandbox.doc.exposed[str(port)] = exposed.sock.getsockname()[1]
         return exposed.url
+
+    def conceal(self, sandbox: Sandbox, port: int) -> None:
+        """Undo :meth:`expose`."""
+        sandbox.doc.exposed.pop(str(port), None)
+        exposed = self._of(sandbox).exposed.pop(port, None)
+        if exposed is not None:
+            _close(exposed)
 
     def restore(self, sandbox: Sandbox) -> None:
         """After a daemon's start: expose what was exposed, at the same addresses where they are free."""

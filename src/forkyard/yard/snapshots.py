@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from forkyard.errors import ConflictError, NotFoundError, UnsupportedError
+from forkyard.host.failpoint import failpoint
 from forkyard.types import CheckpointInfo, SnapshotInfo
+from forkyard.yard.background import finish
 from forkyard.yard.context import Context
 from forkyard.yard.machines import Frozen, Limits
 from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc, checkpoint_info, snapshot_info
@@ -29,6 +32,7 @@ class Snapshots:
         self.context = context
         self.template_layers = template_layers
         self.holders: collections.Counter[str] = collections.Counter()
+        self._unused: set[str] = set()
 
     def hold(self, layers: Iterable[str]) -> None:
         self.holders.update(layers)
@@ -44,10 +48,12 @@ class Snapshots:
         if not unheld:
             return
         kept = self.template_layers()
-        for layer in unheld:
-            self.holders.pop(layer, None)
-            if layer not in kept:
-                await self.context.disks.drop_layer(layer)
+        async with contextlib.AsyncExitStack() as steps:
+            for layer in unheld:
+                self.holders.pop(layer, None)
+                if layer not in kept:
+                    steps.push_async_callback(self.context.disks.drop_layer, layer)
+            await failpoint("layers.unheld")
 
     def find(self, ref: str) -> SnapshotDoc | None:
         """The snapshot or checkpoint with this id, or the snapshot with this name."""
@@ -83,12 +89,17 @@ class Snapshots:
         """
         image = None
         layers = [frozen.layer, *source.layers]
-        if frozen.image is not None:
-            await self.context.images.publish(
-                doc_id, fingerprint=frozen.fingerprint, agent=source.agent, layers=layers
-            )
-            image = doc_id
-        disk_bytes = await self.context.disks.layer_bytes(frozen.layer)
+        try:
+            if frozen.image is not None:
+                await self.context.images.publish(
+                    doc_id, fingerprint=frozen.fingerprint, agent=source.agent, layers=layers
+                )
+                image = doc_id
+                await failpoint("freeze.published")
+            disk_bytes = await self.context.disks.layer_bytes(frozen.layer)
+        except BaseException:
+            await finish(self.context.tg, self.context.machines.forget(frozen, doc_id))
+            raise
         doc = SnapshotDoc(
             id=doc_id,
             kind=kind,
@@ -110,28 +121,60 @@ class Snapshots:
         self.context.snapshots[doc.id] = doc
         return doc
 
+    def reparent(self, gone: Iterable[SnapshotDoc]) -> tuple[list[SnapshotDoc], Callable[[], None]]:
+        """Before some go: give what came after them the newest ancestor that stays.
+
+        Returns:
+            What has another parent now, to be saved, and what undoes that.
+        """
+        parents = {doc.id: doc.parent for doc in gone}
+        before = [
+            (doc, doc.parent)
+            for doc in self.context.snapshots.values()
+            if doc.parent in parents and doc.id not in parents
+        ]
+        for doc, _ in before:
+            while doc.parent in parents:
+                doc.parent = parents[doc.parent]
+
+        def give_back() -> None:
+            for doc, parent in before:
+                doc.parent = parent
+
+        return [doc for doc, _ in before], give_back
+
     async def discard(self, doc: SnapshotDoc, *, save: bool = True) -> None:
         """Remove a record and whatever only it needed. Nothing that started from it is harmed."""
         if self.context.snapshots.pop(doc.id, None) is None:
             return
-        children = [other for other in self.context.snapshots.values() if other.parent == doc.id]
-        for child in children:
-            child.parent = doc.parent
-        if save:
-            await self.context.save(snapshots=children, gone=[doc.id])
-        if doc.image is not None:
-            await self.context.images.delete_async(doc.image)
-        await self.release(doc.layers)
+        children, give_back = self.reparent([doc])
+        try:
+            if save:
+                await self.context.save(snapshots=children, gone=[doc.id])
+        except BaseException:
+            give_back()
+            self.context.snapshots[doc.id] = doc
+            raise
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(self.release, doc.layers)
+            if doc.image is not None:
+                steps.push_async_callback(self.context.images.delete_async, doc.image)
+            await failpoint("discard.saved")
 
     def users(self, doc: SnapshotDoc) -> list[str]:
         """Names of the live sandboxes that were started from it."""
         return sorted(box.doc.name for box in self.context.sandboxes if box.doc.snapshot == doc.id)
 
     async def forget_unused(self, snapshot_id: str | None) -> None:
-        """Drop a fork's hidden snapshot if its last user is gone."""
-        doc = self.context.snapshots.get(snapshot_id or "")
-        if doc is not None and doc.kind == "fork" and not self.users(doc):
+        """Drop a fork's hidden snapshot if its last user is gone; and those that could not be
+        dropped before, while the catalog could not be written."""
+        for one in {snapshot_id, *self._unused}:
+            doc = self.context.snapshots.get(one or "")
+            if doc is None or doc.kind != "fork" or self.users(doc):
+                continue
+            self._unused.add(doc.id)
             await self.discard(doc)
+            self._unused.discard(doc.id)
 
     def exclusive_bytes(self, doc: SnapshotDoc) -> int:
         """What deleting it would free: its image, and its layer if nobody else holds it."""

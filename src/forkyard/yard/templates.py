@@ -24,6 +24,7 @@ import msgspec
 
 from forkyard.config import TYPES
 from forkyard.errors import CorruptSnapshotError, ForkyardError, NotFoundError, UnsupportedError
+from forkyard.host.failpoint import failpoint
 from forkyard.host.files import write_atomic
 from forkyard.types import TemplateInfo
 from forkyard.yard import warmup
@@ -281,6 +282,7 @@ class Templates:
         who = identity("sandbox", "", generation=0)
         box = await context.machines.start(Start(doc.layers, shaped, who, context.agent))
         try:
+            await failpoint("template.booted")
             if doc.warm is not None:
                 await warmup.run(box.guest, doc, say)
         except BaseException:
@@ -304,17 +306,18 @@ class Templates:
         finally:
             await context.machines.end(box)
         layers: list[str] = []
-        if doc.warm is None:
-            # Nothing ran but the agent, so that the template's own layers are its disk.
-            await context.disks.drop_layer(layer)
-        else:
-            layers = [layer, *box.layers]
         try:
+            if doc.warm is None:
+                # Nothing ran but the agent, so that the template's own layers are its disk.
+                await context.disks.drop_layer(layer)
+            else:
+                layers = [layer, *box.layers]
+            await failpoint("template.frozen")
             await context.images.publish(
                 name, fingerprint=frozen.fingerprint, agent=context.agent, layers=layers
             )
         except BaseException:
-            await context.disks.drop_layer(layer)
+            await context.machines.forget(frozen, name)
             raise
         if not wanted.is_set():
             await self._forget_unowned(doc, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,7 +13,7 @@ from typing import Any
 import forkyard
 from forkyard import requests as rq
 from forkyard import types as ty
-from forkyard.audit import AuditLog, verify
+from forkyard.audit import AuditLog
 from forkyard.config import Settings, short
 from forkyard.engines import open_engine
 from forkyard.engines.base import Engine
@@ -24,6 +25,7 @@ from forkyard.errors import (
 )
 from forkyard.host import process
 from forkyard.host.cgroup import Cgroups
+from forkyard.host.failpoint import failpoint
 from forkyard.oci.tools import Tools
 from forkyard.store.catalog import Catalog
 from forkyard.store.disks import DiskStore
@@ -32,7 +34,8 @@ from forkyard.wire import VERSION as WIRE_VERSION
 from forkyard.yard import agents, names
 from forkyard.yard.admission import Admission
 from forkyard.yard.applying import Applying
-from forkyard.yard.background import Services
+from forkyard.yard.auditing import Auditing
+from forkyard.yard.background import Services, finish
 from forkyard.yard.code import Code
 from forkyard.yard.context import Context, Sandboxes, locked
 from forkyard.yard.crowds import Crowds
@@ -47,14 +50,12 @@ from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.lineage import tree
 from forkyard.yard.machines import Machines
 from forkyard.yard.making import Making
-from forkyard.yard.model import Sandbox
+from forkyard.yard.model import Sandbox, SandboxDoc
 from forkyard.yard.plans import Plan, check_times, for_create, resolve_egress
 from forkyard.yard.recovery import Recovery
 from forkyard.yard.replies import Replies
 from forkyard.yard.snapshots import Snapshots
 from forkyard.yard.templates import Templates, shape
-
-VERIFY_TRIES = 5
 
 log = logging.getLogger("forkyard.yard")
 
@@ -80,6 +81,7 @@ class Yard:
         self.applying = Applying(self.files)
         self.exploring = Exploring(self.forking, self.execs, self.files, self.diffs)
         self.making = Making(context, self.templates, self.snapshots, tools)
+        self.auditing = Auditing(context)
         self.replies = Replies(context.catalog)
         self.leases.delete = lambda sandbox: self.lifecycle.delete(sandbox, None)
         self.leases.nap = lambda sandbox: self.lifecycle.stop(sandbox, None, napping=True)
@@ -109,36 +111,51 @@ class Yard:
         async with locked(sandbox):
             before = sandbox.doc.name
             self.context.sandboxes.rename(sandbox, request.name)
-            await self._saved(sandbox, caller, "sandbox.renamed", before=before, name=request.name)
+            undo = functools.partial(self.context.sandboxes.rename, sandbox, before)
+            await self._saved(sandbox, caller, "sandbox.renamed", undo, before=before, name=request.name)
         return sandbox.info()
 
     async def set_ttl(self, request: rq.SetTtl, caller: rq.Caller) -> ty.SandboxInfo:
         check_times(request.ttl_min, None)
         sandbox = self.context.sandboxes.get(request.sandbox)
+        undo = _back(sandbox.doc, "ttl_min", "boot_id", "expires_at", "deadline")
         sandbox.doc.set_ttl(request.ttl_min, process.boot_id())
-        await self._saved(sandbox, caller, "sandbox.ttl", ttl_min=request.ttl_min)
+        await self._saved(sandbox, caller, "sandbox.ttl", undo, ttl_min=request.ttl_min)
         return sandbox.info()
 
     async def set_egress(self, request: rq.SetEgress, caller: rq.Caller) -> ty.SandboxInfo:
         sandbox = self.context.sandboxes.get(request.sandbox)
         egress, allow = resolve_egress(request.egress, request.egress_allow)
         async with locked(sandbox):
-            await self.lifecycle.network.change(sandbox, egress, allow)
-            sandbox.doc.egress, sandbox.doc.egress_allow = egress, allow
-            await self._saved(sandbox, caller, "sandbox.egress", egress=egress, allow=allow)
+            doc, network = sandbox.doc, self.lifecycle.network
+            undo = functools.partial(network.change, sandbox, doc.egress, doc.egress_allow)
+            fields = _back(doc, "egress", "egress_allow")
+            try:
+                await network.change(sandbox, egress, allow)
+                await failpoint("egress.changed")
+            except BaseException:
+                await finish(self.context.tg, undo())
+                raise
+            doc.egress, doc.egress_allow = egress, allow
+            await self._saved(sandbox, caller, "sandbox.egress", fields, undo, egress=egress, allow=allow)
         return sandbox.info()
 
     async def expose(self, request: rq.Expose, caller: rq.Caller) -> str:
         sandbox = self.context.sandboxes.get(request.sandbox)
         async with locked(sandbox):
-            url = await self.lifecycle.network.expose(sandbox, request.port)
-            await self._saved(sandbox, caller, "sandbox.exposed", port=request.port, url=url)
+            network = self.lifecycle.network
+            known = str(request.port) in sandbox.doc.exposed
+            url = await network.expose(sandbox, request.port)
+            undo = functools.partial(network.conceal, sandbox, request.port)
+            undoes = [] if known else [undo]
+            await self._saved(sandbox, caller, "sandbox.exposed", *undoes, port=request.port, url=url)
         return url
 
     async def adopt(self, request: rq.Adopt, caller: rq.Caller) -> ty.SandboxInfo:
         sandbox = self.context.sandboxes.get(request.sandbox)
-        sandbox.doc.lease = request.lease
-        await self._saved(sandbox, caller, "sandbox.adopted", pid=request.lease.pid, run=request.lease.run)
+        undo, lease = _back(sandbox.doc, "lease"), request.lease
+        sandbox.doc.lease = lease
+        await self._saved(sandbox, caller, "sandbox.adopted", undo, pid=lease.pid, run=lease.run)
         self.leases.watch(sandbox)
         return sandbox.info()
 
@@ -239,7 +256,7 @@ class Yard:
             )
         if doc.kind != "snapshot":
             raise ConflictError(f"{doc.id} is a {doc.kind}, not a snapshot", hint="use delete_checkpoint")
-        await self.snapshots.discard(doc)
+        await finish(self.context.tg, self.snapshots.discard(doc))
         await self.context.record("snapshot.deleted", caller, doc.sandbox, id=doc.id, name=doc.name)
 
     async def fork(self, request: rq.Fork, caller: rq.Caller) -> ty.ForkResult:
@@ -334,23 +351,10 @@ class Yard:
     # -- watching ----------------------------------------------------------------------
 
     async def audit(self, request: rq.Audit, caller: rq.Caller) -> list[ty.AuditRecord]:
-        sandbox = self.context.sandboxes.find(request.sandbox) if request.sandbox else None
-        wanted = sandbox.id if sandbox is not None else request.sandbox
-        await self.context.audit.flush()
-        return await asyncio.to_thread(
-            self.context.audit.read, sandbox=wanted, since=request.since, limit=request.limit
-        )
+        return await self.auditing.audit(request, caller)
 
     async def verify_audit(self, request: rq.VerifyAudit, caller: rq.Caller) -> ty.AuditVerdict:
-        log = self.context.audit
-        for _ in range(VERIFY_TRIES):
-            head = log.head
-            await log.flush()
-            found = await asyncio.to_thread(verify, log.directory, request.head)
-            if found.ok or found.seq <= head[0]:
-                break
-            # What was wrong is younger than the question: a record that was being written.
-        return ty.AuditVerdict(found.ok, found.seq, found.why, head)
+        return await self.auditing.verify_audit(request, caller)
 
     def events(self, request: rq.Events, caller: rq.Caller) -> AsyncIterator[ty.Event]:
         sandbox = self.context.sandboxes.get(request.sandbox).id if request.sandbox else None
@@ -417,9 +421,35 @@ class Yard:
             except ForkyardError as error:
                 log.warning("%s at shutdown: %s", sandbox.id, error)
 
-    async def _saved(self, sandbox: Sandbox, caller: rq.Caller, kind: str, **data: Any) -> None:
-        await self.context.save(sandboxes=[sandbox.doc])
+    async def _saved(
+        self, sandbox: Sandbox, caller: rq.Caller, kind: str, *undo: Callable[[], Any], **data: Any
+    ) -> None:
+        """Write a changed document and audit it; if it cannot be written, take the change back."""
+
+        async def save() -> None:
+            try:
+                await self.context.save(sandboxes=[sandbox.doc])
+            except BaseException:
+                for step in undo:
+                    if asyncio.iscoroutine(taken := step()):
+                        await taken
+                raise
+
+        # A save that is cancelled may be done all the same.
+        await finish(self.context.tg, save())
+        await failpoint("change.saved")
         await self.context.record(kind, caller, sandbox.id, **data)
+
+
+def _back(doc: SandboxDoc, *names: str) -> Callable[[], None]:
+    """What gives the fields of a document the values that they have now."""
+    before = {name: getattr(doc, name) for name in names}
+
+    def take_back() -> None:
+        for name, value in before.items():
+            setattr(doc, name, value)
+
+    return take_back
 
 
 @contextlib.asynccontextmanager

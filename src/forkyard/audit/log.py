@@ -6,7 +6,8 @@ checked with a dozen lines in any language. The chain runs on from file to file.
 left of a last line stays where it is, and a ``recovered`` record after it says how much and what
 it was. That the end is missing shows only against a head (:meth:`AuditLog.head`) kept elsewhere.
 
-Secrets are the caller's business: what is appended is written.
+What is appended is written. Secrets are the caller's business; :meth:`AuditLog.digest` makes of one
+what may be kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import hmac
 import os
 import queue
 import threading
@@ -22,33 +24,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from forkyard.errors import CapacityError, InternalError
-from forkyard.host.files import fsync_dir
+from forkyard.host.files import fsync_dir, write_atomic
 from forkyard.types import AuditRecord
 
-__all__ = ["GENESIS", "AuditLog", "Verdict", "verify"]
+__all__ = ["GENESIS", "AuditLog"]
 
 GENESIS = "0" * 64
 _SYNC_S = 0.2
 _RETRY_S = 1.0
 _MAX_BACKLOG = 100_000
 _CHUNK = 1 << 18
-_HASH_TAIL = len(',"hash":"') + 64 + len('"}')
+HASH_TAIL = len(',"hash":"') + 64 + len('"}')
 
 _encode = msgspec.json.Encoder(order="sorted", enc_hook=str).encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-class Verdict(NamedTuple):
-    """``seq`` is the first record that is wrong, or the last one if all are right."""
-
-    ok: bool
-    seq: int
-    why: str
 
 
 @dataclass(slots=True)
@@ -78,6 +72,7 @@ class AuditLog:
         self._newest_day = ""
         self._good = 0  # how much of the day's file is whole lines
         self._backlog: list[_Line] = []
+        self._key = b""
 
     async def open(self) -> None:
         """Find the end of the chain, seal what a crash left after it, start the writer."""
@@ -128,7 +123,7 @@ class AuditLog:
                 "prev": self._head,
             }
         )
-        self._head = _digest(self._head, body)
+        self._head = chain_hash(self._head, body)
         self._seq += 1
         line = b'%b,"hash":"%b"}\n' % (body[:-1], self._head.encode())
         # never back to an older file, whatever the clock does: files and chain have one order
@@ -226,7 +221,7 @@ class AuditLog:
     def _find_end(self) -> dict[str, Any] | None:
         """Set the head from the files; what is torn after it, if anything."""
         torn: dict[str, Any] | None = None
-        for path in reversed(_files(self.directory)):
+        for path in reversed(day_files(self.directory)):
             self._newest_day = max(self._newest_day, path.stem)
             end = 0
             for offset, line in _lines_backwards(path):
@@ -242,7 +237,31 @@ class AuditLog:
                 break
         return torn
 
+    # -- secrets
+
+    def digest(self, secret: str) -> str:
+        """What stands for a secret in a record: the same for the same one, and no way back without the
+        key beside the log (``<directory>.key``), which short secrets would otherwise have."""
+        if not self._key:
+            path = self.directory.with_name(f"{self.directory.name}.key")
+            with contextlib.suppress(FileNotFoundError):
+                self._key = path.read_bytes()
+            if len(self._key) != 32:
+                self._key = os.urandom(32)
+                write_atomic(path, self._key)
+        return f"hmac-sha256:{hmac.digest(self._key, secret.encode(), 'sha256').hex()}"
+
     # -- reading
+
+    def get(self, seq: int) -> AuditRecord | None:
+        """The record of that number, or None. Blocks: call it in a thread."""
+        for path in reversed(day_files(self.directory)):
+            for _, line in _lines_backwards(path):
+                record = parse(line)
+                if record is None or record["seq"] > seq:
+                    continue
+                return AuditRecord(**record) if record["seq"] == seq else None
+        return None
 
     def read(
         self, sandbox: str | None = None, since: float | None = None, limit: int = 10_000
@@ -251,13 +270,13 @@ class AuditLog:
         found: list[AuditRecord] = []
         mark = b'"sandbox":' + _encode(sandbox) if sandbox is not None else b""
         first_day = _day(since) if since is not None else ""
-        for path in reversed(_files(self.directory)):
+        for path in reversed(day_files(self.directory)):
             if path.stem < first_day:
                 break
             for _, line in _lines_backwards(path):
                 if mark and mark not in line:
                     continue
-                record = _parse(line)
+                record = parse(line)
                 if record is None or (sandbox is not None and record["sandbox"] != sandbox):
                     continue
                 if since is not None and record["time"] < since:
@@ -268,50 +287,11 @@ class AuditLog:
         return found[::-1]
 
 
-def verify(directory: Path, head: tuple[int, str] | None = None) -> Verdict:
-    """Check the whole chain; with a ``head`` kept elsewhere, also that nothing after it was cut off.
-
-    Blocks for about a second per 200,000 records: call it in a thread.
-    """
-    seq, prev = 0, GENESIS
-    torn: tuple[int, str] | None = None
-    kept = head is None
-    for path in _files(directory):
-        raw = b""
-        for _, raw_line in _lines(path):
-            line, ended = raw_line.removesuffix(b"\n"), raw_line.endswith(b"\n")
-            record = _parse(line) if ended else None
-            if record is None:
-                raw += raw_line
-                torn = (len(raw.removesuffix(b"\n")), hashlib.sha256(raw.removesuffix(b"\n")).hexdigest())
-                continue
-            if torn is not None:
-                said = record["data"]
-                if record["kind"] != "recovered" or (said.get("torn_bytes"), said.get("sha256")) != torn:
-                    return Verdict(
-                        False, seq + 1, f"{path.name}: something that is no record stands before it"
-                    )
-                torn, raw = None, b""
-            if record["seq"] != seq + 1:
-                return Verdict(False, seq + 1, f"{path.name}: record {record['seq']} follows {seq}")
-            if record["prev"] != prev:
-                return Verdict(False, seq + 1, f"{path.name}: it does not follow from the record before it")
-            if record["hash"] != _digest(prev, line[:-_HASH_TAIL] + b"}"):
-                return Verdict(False, seq + 1, f"{path.name}: its hash is not its content's")
-            seq, prev = record["seq"], record["hash"]
-            kept = kept or head == (seq, prev)
-    if torn is not None:
-        return Verdict(False, seq + 1, "the last record is torn; opening the log seals it")
-    if not kept:
-        return Verdict(False, seq + 1, "the head kept elsewhere is not in the log: its end was cut off")
-    return Verdict(True, seq, "")
-
-
 def _day(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d")
 
 
-def _digest(prev: str, body: bytes) -> str:
+def chain_hash(prev: str, body: bytes) -> str:
     return hashlib.sha256(prev.encode() + body).hexdigest()
 
 
@@ -329,11 +309,11 @@ def _settle(future: asyncio.Future[None], failure: OSError | None, directory: Pa
     future.set_exception(error)
 
 
-def _files(directory: Path) -> list[Path]:
+def day_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("[0-9]*-[0-9]*-[0-9]*.jsonl"))
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> dict[str, Any] | None:
     """The record in a line, or None if it is none."""
     try:
         record = _decode(line)
@@ -357,8 +337,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 def _whole(line: bytes) -> dict[str, Any] | None:
     """The record in a line if its hash fits what it says itself."""
-    record = _parse(line)
-    if record is None or record["hash"] != _digest(record["prev"], line[:-_HASH_TAIL] + b"}"):
+    record = parse(line)
+    if record is None or record["hash"] != chain_hash(record["prev"], line[:-HASH_TAIL] + b"}"):
         return None
     return record
 
@@ -377,7 +357,7 @@ def _seal(path: Path, start: int, size: int) -> dict[str, Any]:
     return {"torn_bytes": len(left), "sha256": hashlib.sha256(left).hexdigest(), "file": path.name}
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Offset and line, newlines kept."""
     offset = 0
     with open(path, "rb") as file:
