@@ -54,10 +54,18 @@ class Context:
         sandboxes: Iterable[SandboxDoc] = (),
         snapshots: Iterable[SnapshotDoc] = (),
         gone: Iterable[str] = (),
+        durable: bool = True,
     ) -> None:
-        """Write documents, and remove the snapshots whose ids are in ``gone``, in one transaction."""
+        """Write documents, and remove the snapshots whose ids are in ``gone``, in one transaction.
+
+        Args:
+            durable: False for what a later, durable save completes: it outlives the daemon at once,
+                and the machine from that save on.
+        """
         with span("catalog"):
-            await self.catalog.save(sandboxes=list(sandboxes), snapshots=list(snapshots), gone=list(gone))
+            await self.catalog.save(
+                sandboxes=list(sandboxes), snapshots=list(snapshots), gone=list(gone), durable=durable
+            )
 
     async def record(
         self,
@@ -67,9 +75,14 @@ class Context:
         **data: Any,
     ) -> int:
         """Audit a change of state, durably, and tell whoever watches events."""
-        seq = self.audit.append(kind, sandbox, actor(caller), data)
+        seq = self.note(kind, caller, sandbox, **data)
         with span("audit"):
             await self.audit.flush()
+        return seq
+
+    def note(self, kind: str, caller: Caller | None, sandbox: str | None = None, **data: Any) -> int:
+        """As :meth:`record`, for the first part of something: on disk no later than the next record."""
+        seq = self.audit.append(kind, sandbox, actor(caller), data)
         self.events.publish(Event(time.time(), kind, sandbox, data))
         return seq
 

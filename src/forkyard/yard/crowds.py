@@ -18,9 +18,9 @@ from forkyard.errors import DeadlineError, ForkyardError
 from forkyard.host.cgroup import thread_limit
 from forkyard.yard.background import begin
 from forkyard.yard.context import Context
-from forkyard.yard.lifecycle import CROWD, CROWD_S
 from forkyard.yard.machines import Box
 from forkyard.yard.model import Sandbox
+from forkyard.yard.overuse import CROWD, CROWD_S
 
 log = logging.getLogger("forkyard.yard")
 

@@ -137,7 +137,7 @@ class Diffs:
             layers = list(kept.layers)
             self.snapshots.hold(layers)
             return layers, None
-        box = self.lifecycle._box(sandbox)
+        box = self.lifecycle.box_of(sandbox)
         seal = f"d-{secrets.token_hex(8)}"
         layers = [seal, *doc.layers]
         await self.context.machines.freeze(box, seal, None)

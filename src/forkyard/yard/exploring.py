@@ -210,10 +210,10 @@ class Exploring:
             yield from_template, from_template().image_bytes, 0.0
             return
         fork = Fork(source=request.source, lease=request.lease, ephemeral=request.ephemeral)
-        async with self.forking._source(fork, caller) as (frozen, source):
+        async with self.forking.source(fork, caller) as (frozen, source):
 
             def from_frozen() -> Plan:
-                return self.forking._plan(fork, frozen, source, None)
+                return self.forking.plan(fork, frozen, source, None)
 
             yield from_frozen, _image_bytes(frozen), frozen.paused_ms if source is not None else 0.0
 

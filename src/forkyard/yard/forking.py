@@ -53,7 +53,7 @@ class Forking:
         doc = sandbox.doc
         if doc.state == "stopped" and doc.resume is not None:
             return await self._copy_of_stopped(sandbox, doc_id, kind, memory, **fields)
-        box = self.lifecycle._box(sandbox)
+        box = self.lifecycle.box_of(sandbox)
         frozen = await self.context.machines.freeze(box, _layer_name(doc_id), doc_id if memory else None)
         return await self.snapshots.add(doc, frozen, doc_id, kind, created_at=time.time(), **fields)
 
@@ -113,25 +113,22 @@ class Forking:
             await self._record(kept, caller, "snapshot.created")
         return self.snapshots.info(kept)
 
-    async def _save(self, kept: SnapshotDoc, *sandboxes: Sandbox) -> None:
+    async def _save(self, kept: SnapshotDoc, *sandboxes: Sandbox, durable: bool = True) -> None:
         try:
             await failpoint("keep.frozen")
-            await self.context.save(snapshots=[kept], sandboxes=[sandbox.doc for sandbox in sandboxes])
+            docs = [sandbox.doc for sandbox in sandboxes]
+            await self.context.save(snapshots=[kept], sandboxes=docs, durable=durable)
         except BaseException:
             await self.snapshots.discard(kept, save=False)
             raise
 
     async def _record(self, kept: SnapshotDoc, caller: Caller, kind: str) -> None:
         await failpoint("keep.saved")
-        await self.context.record(
-            kind,
-            caller,
-            kept.sandbox,
-            id=kept.id,
-            name=kept.name,
-            paused_ms=kept.paused_ms,
-            parent=kept.parent,
-        )
+        about = {"id": kept.id, "name": kept.name, "paused_ms": kept.paused_ms, "parent": kept.parent}
+        if kept.kind == "fork":
+            self.context.note(kind, caller, kept.sandbox, **about)
+        else:
+            await self.context.record(kind, caller, kept.sandbox, **about)
 
     # -- fork --------------------------------------------------------------------------
 
@@ -142,8 +139,8 @@ class Forking:
             return self._made(made)
         self._names(request)
         check_times(request.ttl_min, request.auto_stop_min)
-        async with self._source(request, caller) as (frozen, source):
-            plans = [self._plan(request, frozen, source, name) for name in self._names(request)]
+        async with self.source(request, caller) as (frozen, source):
+            plans = [self.plan(request, frozen, source, name) for name in self._names(request)]
             forks = await self._start_all(plans, request, caller)
         await self.context.record(
             "sandbox.forked", caller, frozen.sandbox, snapshot=frozen.id, forks=[fork.id for fork in forks]
@@ -185,7 +182,7 @@ class Forking:
         )
 
     @contextlib.asynccontextmanager
-    async def _source(
+    async def source(
         self, request: Fork, caller: Caller
     ) -> AsyncIterator[tuple[SnapshotDoc, Sandbox | None]]:
         """What to start copies from. A hidden snapshot made for this fork goes again if nobody uses it."""
@@ -215,7 +212,8 @@ class Forking:
             parent = sandbox.doc.checkpoint or sandbox.doc.snapshot
             kept = await self._freeze(sandbox, names.snapshot_id(), "fork", memory, parent=parent)
             try:
-                await self._save(kept)
+                # On disk with the forks that need it.
+                await self._save(kept, durable=False)
                 await self._record(kept, caller, "fork.frozen")
             except BaseException:
                 await finish(self.context.tg, self.snapshots.forget_unused(kept.id))
@@ -251,7 +249,7 @@ class Forking:
             self.context.sandboxes.check_free(name)
         return wanted
 
-    def _plan(self, request: Fork, frozen: SnapshotDoc, source: Sandbox | None, name: str | None) -> Plan:
+    def plan(self, request: Fork, frozen: SnapshotDoc, source: Sandbox | None, name: str | None) -> Plan:
         origin = source.doc if source is not None else None
         if request.egress is None and request.egress_allow is None and origin is not None:
             egress, allow = origin.egress, list(origin.egress_allow)
@@ -293,7 +291,7 @@ class Forking:
             async with self.lifecycle.admission.reserve(n, need, request.wait_s, f"fork of {n}"):
                 for plan in plans:
                     plan.doc.asked = mark_of(request, caller)
-                    made.append(await self.lifecycle._announce(plan))
+                made = await self.lifecycle.announce(plans)
                 await failpoint("fork.announced")
                 async with asyncio.TaskGroup() as group:
                     for sandbox, plan in zip(made, plans, strict=True):

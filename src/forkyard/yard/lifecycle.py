@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ from forkyard.errors import (
 from forkyard.host.failpoint import failpoint
 from forkyard.requests import Caller, CreateSandbox, Lease
 from forkyard.types import SandboxInfo
-from forkyard.yard import warmup
+from forkyard.yard import overuse, warmup
 from forkyard.yard.admission import Admission
 from forkyard.yard.again import made_sandboxes, mark_of
 from forkyard.yard.background import begin, finish
@@ -45,15 +45,7 @@ from forkyard.yard.plans import Plan, for_create
 from forkyard.yard.snapshots import Snapshots, limits_of_sandbox
 from forkyard.yard.templates import Templates
 
-# So many threads of a box on the host are a crowd, whose members keep the agent from the CPU.
-CROWD = 150
-# How long the agent may take in one: each of its calls waits for its turn.
-CROWD_S = 30.0
-
 log = logging.getLogger("forkyard.yard")
-
-# Within this the memory of a killed process is free.
-GONE_S = 0.5
 
 __all__ = ["Lifecycle"]
 
@@ -92,13 +84,13 @@ class Lifecycle:
         if request.wait:
             sandbox = await self.bring_up(plan, caller, wait_s=request.wait_s)
             return sandbox.info()
-        sandbox = await self._announce(plan)
+        (sandbox,) = await self.announce([plan])
         self._launch(sandbox, plan, caller, request.wait_s, keep_failed=True)
         return sandbox.info()
 
     async def bring_up(self, plan: Plan, caller: Caller, *, wait_s: float) -> Sandbox:
         """Turn a plan into a running sandbox, or into nothing."""
-        sandbox = await self._announce(plan)
+        (sandbox,) = await self.announce([plan])
         future = self._launch(sandbox, plan, caller, wait_s, keep_failed=False)
         try:
             await asyncio.shield(future)
@@ -112,29 +104,38 @@ class Lifecycle:
             raise
         return sandbox
 
-    async def _announce(self, plan: Plan) -> Sandbox:
-        sandbox = Sandbox(plan.doc, half_made=True)
-        self.context.sandboxes.add(sandbox)
-        self.snapshots.hold(plan.doc.held())
+    async def announce(self, plans: Sequence[Plan]) -> list[Sandbox]:
+        """Put the sandboxes to be on record, all or none, so that whoever comes after a death of
+        this daemon knows what to look for."""
+        announced: list[Sandbox] = []
         try:
+            for plan in plans:
+                sandbox = Sandbox(plan.doc, half_made=True)
+                self.context.sandboxes.add(sandbox)
+                self.snapshots.hold(plan.doc.held())
+                announced.append(sandbox)
             gone = list(self._rows_to_delete)
-            await self.context.save(sandboxes=[*gone, plan.doc])
+            # One that is being made does not outlive the machine anyway.
+            await self.context.save(sandboxes=[*gone, *(plan.doc for plan in plans)], durable=False)
             self._rows_to_delete = [doc for doc in self._rows_to_delete if doc not in gone]
             await failpoint("create.announced")
         except BaseException:
-            await finish(self.context.tg, self._unannounce(sandbox))
+            await finish(self.context.tg, self._unannounce(announced))
             raise
-        return sandbox
+        return announced
 
-    async def _unannounce(self, sandbox: Sandbox) -> None:
-        self.context.sandboxes.drop(sandbox)
-        sandbox.doc.state = "deleted"
+    async def _unannounce(self, announced: list[Sandbox]) -> None:
+        docs = [sandbox.doc for sandbox in announced]
+        for sandbox in announced:
+            self.context.sandboxes.drop(sandbox)
+            sandbox.doc.state = "deleted"
         # A cancelled save may have been done all the same.
         try:
-            await self.context.save(sandboxes=[sandbox.doc])
+            await self.context.save(sandboxes=docs)
         except (ForkyardError, OSError):
-            self._rows_to_delete.append(sandbox.doc)
-        await self.snapshots.release(sandbox.doc.held())
+            self._rows_to_delete += docs
+        for doc in docs:
+            await self.snapshots.release(doc.held())
 
     def _launch(
         self, sandbox: Sandbox, plan: Plan, caller: Caller, wait_s: float, *, keep_failed: bool
@@ -231,7 +232,7 @@ class Lifecycle:
         if box.cgroup is not None:
             sandbox.memory_watch = box.cgroup.watch_memory(
                 asyncio.get_running_loop(),
-                lambda used, limit: self._over_memory(sandbox, box, used),
+                lambda used, limit: overuse.of_memory(self.context, sandbox, box, used),
             )
         box.guest.on_lost = lambda error: self._channel_lost(box.id, error)
         if box.machine.died.is_set():  # while it was nobody's
@@ -250,46 +251,10 @@ class Lifecycle:
         sandbox.doc.box = ""
         sandbox.doc.machine = None
 
-    def _over_memory(self, sandbox: Sandbox, box: Box, used_mb: float) -> None:
-        """More memory is used than allowed. What was killed takes a moment to be gone from the
-        figures: while they do not grow, its neighbour is not killed for it too."""
-        now = time.monotonic()
-        if now - sandbox.killed_at > GONE_S or used_mb > sandbox.killed_mb:
-            sandbox.killed_at, sandbox.killed_mb = now, used_mb
-            self._kill_largest(sandbox, box, "process.oom")
-
-    def _kill_largest(self, sandbox: Sandbox, box: Box, why: str) -> None:
-        """More is used than allowed: end the largest process, before the kernel ends the sandbox.
-
-        ``why`` is the kind of the audit's record."""
-        if sandbox.box is not box or sandbox.killing:
-            return
-        sandbox.killing = True
-
-        async def kill() -> None:
-            try:
-                crowded = box.cgroup is not None and box.cgroup.threads() >= CROWD
-                killed = await box.guest.kill_largest(crowded=crowded, timeout_s=CROWD_S if crowded else 5)
-                if killed is not None:
-                    if why == "process.oom":
-                        sandbox.ooms[killed.command] = sandbox.ooms.get(killed.command, 0) + 1
-                    data = {"pid": killed.pid, "rss_mb": round(killed.rss_mb), "command": killed.command}
-                    self.context.audit.append(why, sandbox.id, "yard", data)
-            except ForkyardError as error:
-                # It may have acted and been too busy to say so.
-                log.warning("%s in %s, and its agent did not answer: %s", why, sandbox.id, error)
-                self.context.audit.append(why, sandbox.id, "yard", {"error": error.message})
-            finally:
-                sandbox.killing = False
-
-        begin(self.context.tg, kill())
-
     def _over_disk(self, box_id: str, used_mb: float) -> None:
-        """Where no quota stops a guest at its limit, what writes is likely what is largest."""
         sandbox = self._boxes.get(box_id)
-        if sandbox is not None and sandbox.box is not None:
-            log.warning("%s has %.0f MiB on its disk of %d", sandbox.id, used_mb, sandbox.doc.disk_mb)
-            self._kill_largest(sandbox, sandbox.box, "process.disk_full")
+        if sandbox is not None:
+            overuse.of_disk(self.context, sandbox, used_mb)
 
     # -- deaths ------------------------------------------------------------------------
 
@@ -343,7 +308,7 @@ class Lifecycle:
             if doc.ephemeral:
                 await self._delete_locked(sandbox, caller)
                 return
-            box = self._box(sandbox)
+            box = self.box_of(sandbox)
             stop_id = snapshot_id()
             frozen = await self.context.machines.freeze(box, f"s-{stop_id}", stop_id)
             kept = await self.snapshots.add(doc, frozen, stop_id, "stop", created_at=time.time())
@@ -546,9 +511,9 @@ class Lifecycle:
         async with locked(sandbox):
             if sandbox.doc.napping:
                 await self._start_locked(sandbox, None)
-            return sandbox, self._box(sandbox)
+            return sandbox, self.box_of(sandbox)
 
-    def _box(self, sandbox: Sandbox) -> Box:
+    def box_of(self, sandbox: Sandbox) -> Box:
         doc = sandbox.doc
         if doc.state == "running" and sandbox.box is not None:
             return sandbox.box
