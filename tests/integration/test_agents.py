@@ -73,7 +73,8 @@ def test_an_agent_works_in_its_sandbox(client: Client, box: str) -> None:  # noq
 
 
 def test_failures_are_told_and_end_nothing(client: Client, box: str) -> None:  # noqa: F811
-    tools = sandbox_tools(client, box, timeout_s=0.5, max_output=1000)
+    # Long enough for a git that fails, on a busy machine; three of these calls take all of it.
+    tools = sandbox_tools(client, box, timeout_s=3, max_output=1000)
     said = play(
         tools,
         ("read_file", {"path": "none"}),
@@ -88,8 +89,8 @@ def test_failures_are_told_and_end_nothing(client: Client, box: str) -> None:  #
         ("write_file", {"path": "/proc/x/y", "content": ""}),
     )
     assert said[0].startswith("error: ") and "none" in said[0]
-    assert said[1] == "begun\n[ended: it ran longer than 0.5 s]"
-    assert "[ended: it ran longer than 0.5 s]" in said[2]
+    assert said[1] == "begun\n[ended: it ran longer than 3 s]"
+    assert "[ended: it ran longer than 3 s]" in said[2]
     assert len(said[3]) <= 1000 and said[3].startswith("1\n2\n") and said[3].rstrip().endswith("kept whole]")
     assert "characters left out]" in said[3]
     assert said[5].startswith("error: bin is no text: 100 bytes")
