@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -335,8 +336,8 @@ def test_a_restarted_daemon_serves_the_same_sandbox(yard: YardHome, client: Clie
 # -- the host and addresses -------------------------------------------------------------------
 
 
-def serve_repository(dir: Path, address: str) -> Iterator[str]:
-    """A git repository over plain HTTP on one of the host's addresses."""
+def serve_repository(dir: Path, address: str, certificate: Path | None = None) -> Iterator[str]:
+    """A git repository over HTTP on one of the host's addresses, with TLS if there is a certificate."""
     run = functools.partial(subprocess.run, check=True, capture_output=True, timeout=60)
     run(["git", "init", "-q", "-b", "main", str(dir / "work")])
     (dir / "work/hello").write_text("there\n")
@@ -351,8 +352,12 @@ def serve_repository(dir: Path, address: str) -> Iterator[str]:
             pass
 
     server = http.server.ThreadingHTTPServer((address, 0), functools.partial(Quiet, directory=str(dir)))
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://{address}:{server.server_port}/repo.git"
+    yield f"http{'s' if certificate else ''}://{address}:{server.server_port}/repo.git"
     server.shutdown()
     server.server_close()
 
@@ -371,6 +376,28 @@ def test_an_address_of_the_host_only_where_a_rule_names_it(client: Client, repos
     assert refused.exit_code == 128 and "403" in refused.stderr
     denied = audited(client, "unnamed", "egress.denied")
     assert denied and f"{denied[0]['name']}:{denied[0]['port']}" == where
+
+
+def test_git_over_tls(client: Client, tmp_path: Path) -> None:  # noqa: F811
+    address, pem = own_address(), tmp_path / "server.pem"
+    files = ["-keyout", str(pem), "-out", str(tmp_path / "cert.pem")]
+    ask = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
+    name = ["-addext", f"subjectAltName=IP:{address}"]
+    made = ["openssl", "req", "-x509", *ask, *name, *files]
+    subprocess.run(made, check=True, capture_output=True, timeout=60)
+    certificate = (tmp_path / "cert.pem").read_text()
+    pem.write_text(pem.read_text() + certificate)
+    serving = serve_repository(tmp_path, address, pem)
+    url = next(serving)
+    try:
+        client.create_sandbox("tls", egress_allow=[url.split("/")[2]])
+        client.write_file("tls", "cert.pem", certificate)
+        clone = f"GIT_SSL_CAINFO=$HOME/cert.pem git clone -q {url} /tmp/r && cat /tmp/r/hello"
+        assert client.shell("tls", clone, timeout_s=60).stdout == "there\n"
+        refused = client.shell("tls", f"git clone -q {url} /tmp/s", timeout_s=60)
+        assert refused.exit_code == 128 and "certificate" in refused.stderr
+    finally:
+        next(serving, None)
 
 
 def test_git_opens_one_host_for_one_operation(client: Client, repository: str) -> None:  # noqa: F811
@@ -436,6 +463,56 @@ def test_raw_bytes_through_an_exposed_port(client: Client) -> None:  # noqa: F81
         return b""
 
     until(lambda: through() == data, 60)
+
+
+# Speaks enough of RFC 6455 to greet one client and say what it says, in capitals.
+WEBSOCKET = r"""
+import base64, hashlib, socket
+s = socket.create_server(("127.0.0.1", 8765))
+while True:
+    c = s.accept()[0]
+    f = c.makefile("rb")
+    key = b""
+    while (line := f.readline().strip()):
+        if line.lower().startswith(b"sec-websocket-key:"):
+            key = line.split(b":", 1)[1].strip()
+    if not key:
+        c.close()
+        continue
+    accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+    c.sendall(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+              b"Sec-WebSocket-Accept: " + accept + b"\r\n\r\n")
+    while (head := f.read(2)) and head[0] == 0x81:
+        mask = f.read(4)
+        text = bytes(b ^ mask[i % 4] for i, b in enumerate(f.read(head[1] & 127)))
+        c.sendall(bytes([0x81, len(text)]) + text.upper())
+    c.close()
+"""
+
+
+def test_a_websocket_through_an_exposed_port(client: Client) -> None:  # noqa: F811
+    client.create_sandbox("ws")
+    client.write_file("ws", "ws.py", WEBSOCKET)
+    client.spawn("ws", "exec python3 ws.py", detach=True)
+    url = client.expose("ws", 8765)
+    until(lambda: client.shell("ws", "grep -q :223D /proc/net/tcp").ok, 30)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 30) as sock:
+        sock.sendall(
+            b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        file = sock.makefile("rb")
+        answer = []
+        while line := file.readline().strip():
+            answer.append(line)
+        assert answer[0].split()[1] == b"101"
+        # The example of RFC 6455, section 1.3.
+        assert b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=" in answer
+        for text in (b"one", b"two"):
+            mask = os.urandom(4)
+            masked = bytes(byte ^ mask[at % 4] for at, byte in enumerate(text))
+            sock.sendall(bytes([0x81, 0x80 | len(text)]) + mask + masked)
+            assert file.read(2 + len(text)) == bytes([0x81, len(text)]) + text.upper()
 
 
 # -- registries that this machine is configured for --------------------------------------------
