@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -163,6 +164,10 @@ class Layers:
                 argv = ["tar", "-xpf", f"{source}", "--numeric-owner", "--same-owner", *xattrs, "-C", f"{up}"]
                 await process.run(argv, timeout_s=_IMPORT_TIMEOUT_S, check=True)
             return int(await thread(self._finish, volume, layer, {"private": False}))
+        except asyncio.CancelledError:
+            # A thread is not cancelled: it may have made the layer, which nobody will own.
+            await thread(self.drop, layer)
+            raise
         finally:
             await thread(self.backend.delete, volume)
 

@@ -249,7 +249,10 @@ class _Bundle:
         directory = self.spec.dir
         argv = self.engine.runsc.command(self.engine.platform, directory / "st", self.engine.shared)
         argv += [*verb, f"-bundle={directory}", f"-pid-file={directory / 'pid'}", CONTAINER]
-        with (directory / "stderr").open("wb") as stderr:
+        # 0600 whatever the umask: a plain user in the guest sees it as /proc/1/fd/2.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        (directory / PANIC).touch(mode=0o600)
+        with open(os.open(directory / "stderr", flags, 0o600), "wb") as stderr:
             done = await process.run(
                 self.spec.wrap(argv),
                 timeout_s=START_TIMEOUT_S,
