@@ -252,15 +252,18 @@ class _Bundle:
         # 0600 whatever the umask: a plain user in the guest sees it as /proc/1/fd/2.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         (directory / PANIC).touch(mode=0o600)
-        with open(os.open(directory / "stderr", flags, 0o600), "wb") as stderr:
+        stderr = os.open(directory / "stderr", flags, 0o600)
+        try:
             done = await process.run(
                 self.spec.wrap(argv),
                 timeout_s=START_TIMEOUT_S,
                 stdin=self._stdio[0],
                 stdout=self._stdio[1],
-                stderr=stderr.fileno(),
+                stderr=stderr,
                 cwd="/",
             )
+        finally:
+            os.close(stderr)
         if done.rc:
             raise InternalError(
                 f"runsc {verb[0]} failed: {self.stderr() or f'exit code {done.rc}'}",
