@@ -500,6 +500,30 @@ def test_27_a_hundred_generations(client: Client) -> None:  # noqa: F811
 
 # -- 28: a guest that does not help --------------------------------------------------------------------
 
+@pytest.mark.parametrize("memory", [False, True])
+def test_root_cannot_touch_the_agent_of_all_others(client: Client, memory: bool) -> None:  # noqa: F811
+    """Every sandbox runs the same file of the host's. An open with O_TRUNC once got past the mount's
+    being read-only, and ended them all."""
+    client.create_sandbox("neighbour")
+    client.create_sandbox("evil", memory=memory)
+    client.fork("evil", 1, names=["fork"])
+    attempts = (
+        "open(p, os.O_RDONLY | os.O_TRUNC)", "open(p, os.O_WRONLY | os.O_TRUNC)", "open(p, os.O_RDWR)",
+        "truncate(p, 0)", "unlink(p)", "rename(p, p + '2')", "chmod(p, 0)", "mkdir('/.forkyard/d')",
+        "open('/.forkyard/new', os.O_CREAT | os.O_WRONLY)",
+    )  # fmt: skip
+    code = "import os\np = '/.forkyard/fy-agent'\n" + "".join(
+        f"try: os.{one}; print('allowed', {one!r})\nexcept OSError as e: print('refused')\n"
+        for one in attempts
+    )
+    for name in ("evil", "fork"):
+        said = client.exec(name, ["python3", "-c", code], user="root").stdout
+        assert said == "refused\n" * len(attempts), said
+    assert client.shell("neighbour", "echo alive").stdout == "alive\n"
+    assert client.shell("evil", "echo alive").stdout == "alive\n"
+    client.create_sandbox("another")
+
+
 UNHELPFUL = {
     "floods its output": "yes",
     "floods the wire": "while :; do head -c 1M /dev/urandom > /proc/1/fd/1; done",

@@ -185,8 +185,11 @@ class MemoryClient:
     def start_sandbox(self, sandbox: str) -> SandboxInfo:
         return self._set(self._find(sandbox), state="running")
 
-    def delete_sandbox(self, sandbox: str) -> None:
-        del self.boxes[self._find(sandbox).id]
+    def delete_sandbox(self, sandbox: str) -> SandboxInfo | None:
+        try:
+            return self.boxes.pop(self._find(sandbox).id)
+        except NotFoundError:
+            return None
 
     def delete_sandboxes(self, labels: dict[str, str]) -> None:
         for one in self.list_sandboxes(labels):

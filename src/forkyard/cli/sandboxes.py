@@ -234,7 +234,8 @@ def delete_verb(
     code = 0
     for name in chosen:
         try:
-            app.client.delete_sandbox(name)
+            if app.client.delete_sandbox(name) is None:
+                raise errors.NotFoundError(f"no sandbox {name!r}", hint="forkyard ls shows them")
             print(name, flush=True)
         except errors.ForkyardError as error:
             report(error.message, error.hint)

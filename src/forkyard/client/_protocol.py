@@ -173,6 +173,15 @@ def made(kind: type[T], **fields: Any) -> T:
         raise errors.InvalidRequestError(f"{kind.__name__}: {error}") from None
 
 
+def rules(given: Iterable[str] | None) -> list[str] | None:
+    """Egress rules as a list. A text would be taken for a list of its letters."""
+    if isinstance(given, str):
+        raise errors.InvalidRequestError(
+            f"egress_allow={given!r} is no list", hint=f"egress_allow=[{given!r}]"
+        )
+    return None if given is None else list(given)
+
+
 def variant(given: Any, number: int) -> rq.Variant:
     """One of ``explore``'s variants: a command, or a mapping with one."""
     if not isinstance(given, Mapping):

@@ -177,7 +177,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
             "disk_mb": disk_mb,
             "user": user,
             "egress": egress,
-            "egress_allow": None if egress_allow is None else list(egress_allow),
+            "egress_allow": protocol.rules(egress_allow),
             "ttl_min": ttl_min,
             "auto_stop_min": auto_stop_min,
         }
@@ -234,7 +234,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
         request_id: str | None = None,
     ) -> ty.SandboxInfo:
         """Change what it may reach, from now on; connections that are no longer allowed are cut."""
-        allow = None if egress_allow is None else list(egress_allow)
+        allow = protocol.rules(egress_allow)
         return await self._change(
             "set_egress", rq.SetEgress, request_id, sandbox=sandbox, egress=egress, egress_allow=allow
         )
@@ -386,7 +386,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
             disk_mb=disk_mb,
             env=dict(env or {}),
             egress=egress,
-            egress_allow=None if egress_allow is None else list(egress_allow),
+            egress_allow=protocol.rules(egress_allow),
             ttl_min=ttl_min,
             auto_stop_min=auto_stop_min,
             ephemeral=ephemeral,

@@ -179,7 +179,7 @@ class Client(Running, Files, Branching, Templates):
             "disk_mb": disk_mb,
             "user": user,
             "egress": egress,
-            "egress_allow": None if egress_allow is None else list(egress_allow),
+            "egress_allow": protocol.rules(egress_allow),
             "ttl_min": ttl_min,
             "auto_stop_min": auto_stop_min,
         }
@@ -236,7 +236,7 @@ class Client(Running, Files, Branching, Templates):
         request_id: str | None = None,
     ) -> ty.SandboxInfo:
         """Change what it may reach, from now on; connections that are no longer allowed are cut."""
-        allow = None if egress_allow is None else list(egress_allow)
+        allow = protocol.rules(egress_allow)
         return self._change(
             "set_egress", rq.SetEgress, request_id, sandbox=sandbox, egress=egress, egress_allow=allow
         )
@@ -388,7 +388,7 @@ class Client(Running, Files, Branching, Templates):
             disk_mb=disk_mb,
             env=dict(env or {}),
             egress=egress,
-            egress_allow=None if egress_allow is None else list(egress_allow),
+            egress_allow=protocol.rules(egress_allow),
             ttl_min=ttl_min,
             auto_stop_min=auto_stop_min,
             ephemeral=ephemeral,

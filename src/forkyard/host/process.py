@@ -33,6 +33,7 @@ __all__ = [
     "become_subreaper",
     "boot_id",
     "find_program",
+    "is_readable",
     "keep_table_large",
     "kill_pid",
     "parent",
@@ -287,9 +288,16 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
+def is_readable(fd: int) -> bool:
+    """Whether ``fd`` can be read now; select() cannot say it of descriptors above 1023."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 async def _readable(fd: int, timeout_s: float | None) -> bool:
     """Whether ``fd`` becomes readable within the time."""
-    if select.select([fd], [], [], 0)[0]:
+    if is_readable(fd):
         return True
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()

@@ -284,7 +284,10 @@ class _Target:
             await self.client.make_dir(self.id, PRIVATE, 0o700, user="root")
             await put_files(self.client, self.id, grader.files)
             left = max(1.0, limit - (time.monotonic() - begun))
-            return await grader.grade(self._grading(diff, mode, left, ports))
+            verdict: object = await grader.grade(self._grading(diff, mode, left, ports))
+            if not isinstance(verdict, Verdict):
+                raise GraderError(f"{grader.name}: grade() returned {verdict!r:.200}, not a Verdict")
+            return verdict
         except errors.SandboxLostError as error:
             if error.sandbox in (None, self.id) and error.cause == "guest":
                 return Verdict(False, 0.0, f"what was graded destroyed its machine: {error.message}")

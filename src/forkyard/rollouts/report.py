@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from forkyard.rollouts.types import Sample, Task
 from forkyard.types import Diff, Record
 
 INVALID = ("infra", "grader_error", "timeout_contended")
+# As many of the reasons for an outcome are printed.
+REASONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +288,22 @@ class Report:
             Path(path).write_text(text)
         return text
 
+    def _reasons(self, outcome: str) -> list[str]:
+        """Why samples ended so, the commonest first: for outcomes that need a reason."""
+        if outcome in ("passed", "failed"):
+            return []
+        told = Counter(sample.message.split("\n")[0] for sample in self.samples if sample.outcome == outcome)
+        shown = [f"{count} x {textwrap.shorten(why, 150)}" for why, count in told.most_common(REASONS) if why]
+        return shown + ([f"... {len(told) - REASONS} other reasons"] if len(told) > REASONS else [])
+
     def __str__(self) -> str:
         score = self.score
         lines = [f"run {self.run}: {len(self.samples)} samples of {len(self.table)} tasks"]
-        lines += [f"  {name:18} {count}" for name, count in sorted(self.outcomes.items())]
+        for name, count in sorted(self.outcomes.items()):
+            lines.append(f"  {name:18} {count}")
+            lines += [f"    {line}" for line in self._reasons(name)]
+        if ungraded := sum(sample.outcome == "passed" and sample.verdict is None for sample in self.samples):
+            lines.append(f"  {ungraded} have no grader: that they passed says that the policy returned")
         lines.append(f"  score              {score.value:.3f} {score.interval}")
         if any(sample.outcome in INVALID for sample in self.samples):
             lines.append(f"  ... host losses failed  {score.strict:.3f} {score.strict_interval}")

@@ -29,6 +29,8 @@ from forkyard.rollouts.stored import store_tasks
 from forkyard.rollouts.types import GradeMode, Phases, Policy, Sample, Task
 
 RETRIES = 2
+# What a grader must have: see types.Grader.
+GRADER = ("name", "mode", "build", "files", "key", "grade")
 
 
 async def aevaluate(
@@ -125,6 +127,17 @@ def _check(tasks: Sequence[Task], samples: int, ks: Sequence[int]) -> None:
         if task.id in seen:
             raise InvalidRequestError(f"two tasks are called {task.id!r}", hint="ids are unique in a run")
         seen.add(task.id)
+        if task.grader is not None:
+            _check_grader(task.grader)
+
+
+def _check_grader(grader: Any) -> None:
+    lacking = [name for name in GRADER if not hasattr(grader, name)]
+    if lacking:
+        raise InvalidRequestError(
+            f"the grader {type(grader).__name__} has no {', '.join(lacking)}",
+            hint=f"a grader has {', '.join(GRADER)}; CommandGrader and PytestGrader are ready-made",
+        )
 
 
 @dataclass(slots=True)

@@ -2,6 +2,10 @@
 
 A restored process maps its program from the file it was started from, so an image needs the
 very agent it was saved with: a build is never replaced, a new one lies beside it.
+
+All sandboxes share these files. gVisor is told that their mount is read-only, but an open with
+O_TRUNC reaches the host before its kernel looks at that: root in one sandbox could end every
+other. So the directories are mounted read-only on the host, over themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import forkyard
 from forkyard.errors import UnavailableError
+from forkyard.host import mounts
 from forkyard.host.files import sha256_file, write_atomic
 from forkyard.yard.machines import AGENT_NAME
 
@@ -31,8 +36,24 @@ def install(home: Path) -> str:
         )
     digest = sha256_file(built)[:16]
     directory = home / "agents" / digest
-    if not (directory / AGENT_NAME).exists():
+    target = directory / AGENT_NAME
+    if not target.exists() or sha256_file(target)[:16] != digest:
+        mounts.unmount(directory)
         # Readable for all: inside, a plain user's process may look at its own parent.
         directory.mkdir(parents=True, exist_ok=True, mode=0o755)
-        write_atomic(directory / AGENT_NAME, built.read_bytes(), mode=0o755)
+        write_atomic(target, built.read_bytes(), mode=0o755)
     return digest
+
+
+def protect(home: Path) -> None:
+    """Mount every build read-only over itself, unless it is."""
+    done = set(mounts.mounts_below(home / "agents"))
+    for directory in (home / "agents").resolve().iterdir():
+        if directory not in done:
+            mounts.bind_read_only(directory, directory)
+
+
+def release(home: Path) -> None:
+    """Undo :func:`protect`; no sandbox is left."""
+    for target in mounts.mounts_below(home / "agents"):
+        mounts.unmount(target)

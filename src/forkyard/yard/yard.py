@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import forkyard
@@ -486,8 +487,11 @@ async def open_yard(
         await disks.open()
         images = Images(home / "images")
         cgroups = Cgroups.for_home(settings.home)
+        agent = agents.install(home)
+        if engine.name != "fake":  # which shows its guests no file of the host's
+            agents.protect(home)
         sandboxes = Sandboxes()
-        stack.push_async_callback(_leave_host, sandboxes, engine, cgroups, disks)
+        stack.push_async_callback(_leave_host, home, sandboxes, engine, cgroups, disks)
         # Last in, first out: the readers and watches end before what they use.
         tg = await stack.enter_async_context(Services())
         machines = Machines(home, engine, disks, images, cgroups, tg)
@@ -501,7 +505,7 @@ async def open_yard(
             audit=audit,
             machines=machines,
             tg=tg,
-            agent=agents.install(home),
+            agent=agent,
             sandboxes=sandboxes,
         )
         tools = Tools(home / "builds", install)
@@ -528,10 +532,13 @@ async def open_yard(
             await machines.blanks.drop_all()
 
 
-async def _leave_host(sandboxes: Sandboxes, engine: Engine, cgroups: Cgroups, disks: DiskStore) -> None:
+async def _leave_host(
+    home: Path, sandboxes: Sandboxes, engine: Engine, cgroups: Cgroups, disks: DiskStore
+) -> None:
     """Take what the yard has on the host with it, unless sandboxes still run on it."""
     empty = not any(sandbox.box for sandbox in sandboxes)
     if empty:
+        agents.release(home)
         await engine.close()
         cgroups.close()
     await disks.close(unmount=empty)

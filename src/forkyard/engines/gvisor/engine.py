@@ -8,7 +8,6 @@ import fcntl
 import json
 import logging
 import os
-import select
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -318,7 +317,7 @@ def _machine(spec: MachineSpec, pid: int, start: int) -> Machine:
             log.warning("the kernel of %s ended: %s", spec.box, said)
         machine.died.set()
 
-    if select.select([pidfd], [], [], 0)[0]:
+    if process.is_readable(pidfd):
         machine.died.set()
     else:
         loop.add_reader(pidfd, ended)
