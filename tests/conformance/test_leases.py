@@ -98,8 +98,9 @@ async def test_an_idle_one_naps_and_wakes(yard: TestYard) -> None:
     made = await yard.create(auto_stop_min=0.005)
     sandbox = yard.context.sandboxes.get(made.id)
     pid = await yard.background(made.id, "sleep 600")
-    await until(lambda: sandbox.doc.state == "stopped", "it naps")
-    assert sandbox.doc.napping and sandbox.box is None
+    # It is on record as stopped before its machine is ended.
+    await until(lambda: sandbox.doc.state == "stopped" and sandbox.box is None, "it naps")
+    assert sandbox.doc.napping
     assert await yard.out(made.id, "echo awake") == "awake"
     found = await yard.yard.execs.processes(rq.SandboxRequest(sandbox=made.id), yard.caller)
     assert pid in {one.pid for one in found}
