@@ -210,7 +210,7 @@ def test_memory_goes_along(client: Client) -> None:  # noqa: F811
             client, "warm", ["+= 2", "*= 3"], score, width=2, depth=3, apply=apply, way=way, keep=False
         )
         assert (
-            done.best is not None and done.best.score == 27 and done.best.actions == ["+= 2", "*= 3", "*= 3"]
+            done.best is not None and done.best.score == 27 and done.best.actions[1:] == ["*= 3", "*= 3"]
         )
     assert client.run_code("warm", "total").result == "1"
 
