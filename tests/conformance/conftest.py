@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
-from yards import Home, Kind, TestYard, kinds, new_home, opened
-
-
-@pytest.fixture(scope="session", params=kinds())
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return request.param
-
-
-@pytest.fixture(scope="session")
-def home(kind: Kind) -> Iterator[Home]:
-    """One for all tests of an engine in a worker: they clean up behind themselves."""
-    with new_home(kind, store_gb=4) as home:
-        yield home
+from yard_fixtures import home, kind, lives  # noqa: F401
+from yards import Home, TestYard, opened
 
 
 @pytest.fixture
-async def yard(home: Home) -> AsyncIterator[TestYard]:
+async def yard(home: Home) -> AsyncIterator[TestYard]:  # noqa: F811
     """An open yard without sandboxes; whatever the test leaves in it must go without a trace."""
     async with opened(home) as yard:
         yield yard

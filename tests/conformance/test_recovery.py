@@ -5,39 +5,17 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from lives import Life, bury
-from yards import Home, Kind, TestYard, until
+from yard_fixtures import Lives
+from yards import Kind, TestYard, until
 
 from forkyard import requests as rq
 from forkyard.errors import CorruptSnapshotError, UnavailableError
 from forkyard.host import process
 from forkyard.host.failpoint import armed
-from forkyard.yard import machines
-
-Lives = Callable[[], Life]
-
-
-@pytest.fixture
-def lives(home: Home, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lives]:
-    """Begins the next life of one home; the last one has to leave a clean host."""
-    if not kind.real:  # it answers in a millisecond, or is paused
-        monkeypatch.setattr(machines, "PAUSED_S", 0.2)
-    lived: list[Life] = []
-
-    def begin() -> Life:
-        lived.append(Life(home))
-        return lived[-1]
-
-    try:
-        yield begin
-        if lived:
-            lived[-1].close()
-    finally:
-        bury()
 
 
 def test_sandboxes_run_on(lives: Lives) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import Life
 from operations import OPERATIONS, Operation, unusable, wrong
+from yard_fixtures import Lives
 from yards import Kind, TestYard, until
 
 from forkyard import requests as rq
@@ -23,8 +22,6 @@ from forkyard.errors import CapacityError, ForkyardError, InvalidRequestError
 from forkyard.host import failpoint
 from forkyard.host.failpoint import armed
 from forkyard.store.catalog import Catalog
-
-Lives = Callable[[], Life]
 
 SOURCE = Path(failpoint.__file__).parents[1]
 CASES = [(name, point) for name, operation in OPERATIONS.items() for point in operation.points]

@@ -16,19 +16,18 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from lives import Life
 from operations import unusable, wrong
+from yard_fixtures import Lives
 from yards import Home, Kind, TestYard, until
 
 from forkyard.errors import ConflictError, ForkyardError, NotFoundError
 from forkyard.host.failpoint import armed
 
-Lives = Callable[[], Life]
 CLIENTS = 4
 MOST = 8
 FAILPOINTS = (

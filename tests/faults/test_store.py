@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import Life
+from yard_fixtures import Lives
 from yards import Home, Kind, TestYard, kinds, new_home, opened
 
 from forkyard.errors import (
@@ -24,8 +24,6 @@ from forkyard.errors import (
 )
 from forkyard.setup.doctor import check_store
 from forkyard.yard.storecheck import Damage, StoreCheck
-
-Lives = Callable[[], Life]
 
 
 @pytest.fixture

@@ -121,6 +121,8 @@ class Blanks(Generic[S]):
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and (blank := waiter.result()) is not None:
                 stock.ready.append(blank)
+                if self._kinds.get(kind) is not stock:  # all were dropped meanwhile
+                    await self._empty(stock, 0)
             raise
 
     async def run(self) -> None:

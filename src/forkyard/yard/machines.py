@@ -242,10 +242,14 @@ class Machines:
         """Give the guest's kernel and the agent, which run by now, the CPU before whatever else will
         run in the guest: five hundred busy programs would leave the agent a five-hundredth.
         Nobody waits for it; a box that ends meanwhile needs it no more."""
-        root = self.engine.guest_root(box.machine, cgroup.pids())
-        if root is not None:
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(cgroup.set_apart, root)
+
+        def apart() -> None:  # it looks at each of the box's processes
+            root = self.engine.guest_root(box.machine, cgroup.pids())
+            if root is not None:
+                cgroup.set_apart(root)
+
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(apart)
 
     # -- boxes made ahead --------------------------------------------------------------
 

@@ -85,10 +85,8 @@ class GVisor:
     async def _seated(self, spec: MachineSpec, prepared: _Bundle) -> _Bundle:
         """``prepared`` on the root of ``spec``, or else one made anew."""
         try:
-            if not await asyncio.to_thread(_plain, spec.rootfs):
-                raise OSError("a directory that the box mounts on is a link in this root")
             with span("seat"):
-                await asyncio.to_thread(replace_root, prepared.gofer(), spec.rootfs)
+                await asyncio.to_thread(_seat, prepared.gofer(), spec.rootfs)
         except OSError as error:
             log.warning("the box %s that was made ahead is of no use: %s", spec.box, error)
             await prepared.abandon()
@@ -337,10 +335,13 @@ def _last_words(directory: Path) -> str:
     return (why or (lines[-1] if lines else ""))[:500]
 
 
-def _plain(rootfs: Path) -> bool:
-    """Whether the directories that a box mounts on are no links: runsc resolves those as it
-    makes the box, and one made ahead was made without them."""
-    return not any((rootfs / name).is_symlink() for name in ("dev", "proc", "sys", "tmp", "var", "var/tmp"))
+def _seat(gofer: int, rootfs: Path) -> None:
+    """Give the gofer of a box made ahead its root. One in which a directory that the box mounts on is
+    a link cannot be: runsc resolves those as it makes the box."""
+    for name in ("dev", "proc", "sys", "tmp", "var", "var/tmp"):
+        if (rootfs / name).is_symlink():
+            raise OSError(f"/{name} is a link in this root")
+    replace_root(gofer, rootfs)
 
 
 def _socket(spec: MachineSpec) -> Path:
