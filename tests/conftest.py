@@ -12,11 +12,23 @@ pytest.register_assert_rewrite("yards")
 from yards import Home, Kind, TestYard, new_home, opened  # noqa: E402
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    meant, others = [], []
+    for item in items:
+        (meant if _is_meant(item) else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = meant
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("root"):
                 item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def _is_meant(item: pytest.Item) -> bool:
+    """Whether the marks ``only(condition)`` of a test hold for its parameters."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return all(mark.args[0](**params) for mark in item.iter_markers("only"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from yard_fixtures import Lives
-from yards import Kind, TestYard, until
+from yards import TestYard, until
 
 from forkyard import requests as rq
 from forkyard.errors import CorruptSnapshotError, UnavailableError
@@ -58,9 +58,9 @@ def test_sandboxes_run_on(lives: Lives) -> None:
 
 @pytest.mark.parametrize("what", ["create", "fork", "snapshot", "checkpoint", "rewind", "stop", "delete"])
 @pytest.mark.parametrize("turns", [3, 12, 40, 120])
-def test_a_death_in_the_middle(lives: Lives, kind: Kind, what: str, turns: int) -> None:
-    if kind.real and turns not in (12, 120):
-        pytest.skip("the other moments are the fake engine's: a real machine takes seconds for each")
+# a real machine takes seconds for each
+@pytest.mark.only(lambda kind, turns, **_: not kind.real or turns in (12, 120))
+def test_a_death_in_the_middle(lives: Lives, what: str, turns: int) -> None:
     first = lives()
     yard = first.yard
     first.run(yard.create(name="one"))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from operations import OPERATIONS, Operation, unusable, wrong
 from yard_fixtures import Lives
-from yards import Kind, TestYard, until
+from yards import TestYard, until
 
 from forkyard import requests as rq
 from forkyard.errors import CapacityError, ForkyardError, InvalidRequestError
@@ -45,13 +45,15 @@ ELSEWHERE = {"blank.prepared", "egress.connected"}
 ALL_CASES = [*CASES, *sorted(ON_REAL - set(CASES))]
 
 
+toy_shows_it = pytest.mark.only(lambda kind, **_: not kind.real)
+at_each_step = pytest.mark.only(
+    lambda kind, case, **_: case in ON_REAL if kind.real else case[1] not in REAL_ONLY
+)
+
+
 @pytest.fixture(params=ALL_CASES, ids=[f"{name}-{point}" for name, point in ALL_CASES])
-def case(request: pytest.FixtureRequest, kind: Kind) -> tuple[Operation, str]:
+def case(request: pytest.FixtureRequest) -> tuple[Operation, str]:
     name, point = request.param
-    if kind.real and request.param not in ON_REAL:
-        pytest.skip("a toy shows it")
-    if not kind.real and point in REAL_ONLY:
-        pytest.skip("a step of a real store")
     return OPERATIONS[name], point
 
 
@@ -98,10 +100,9 @@ async def again(yard: TestYard, operation: Operation) -> None:
     await kept(yard, operation)
 
 
+@toy_shows_it
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_table_is_what_is_reached(lives: Lives, kind: Kind, name: str) -> None:
-    if kind.real:
-        pytest.skip("a toy shows it")
+def test_the_table_is_what_is_reached(lives: Lives, name: str) -> None:
     operation, life = OPERATIONS[name], lives()
     life.run(ready(life.yard, operation))
     with armed() as points:
@@ -128,10 +129,9 @@ def test_what_cannot_be_understood_is_refused(monkeypatch: pytest.MonkeyPatch) -
             failpoint.arm_from_environment()
 
 
+@toy_shows_it
 @pytest.mark.parametrize("action", ["error", "full", "delay:0.05", "kill"])
-def test_a_box_made_ahead_fails(lives: Lives, kind: Kind, action: str) -> None:
-    if kind.real:
-        pytest.skip("a toy shows it")
+def test_a_box_made_ahead_fails(lives: Lives, action: str) -> None:
     operation, life = OPERATIONS["create"], lives()
     life.run(ready(life.yard, operation))
     if life.die_of(f"blank.prepared={action}", operation.run(life.yard)):
@@ -142,6 +142,7 @@ def test_a_box_made_ahead_fails(lives: Lives, kind: Kind, action: str) -> None:
     life.run(again(life.yard, operation))
 
 
+@at_each_step
 @pytest.mark.parametrize("action", ["error", "full", "readonly"])
 def test_a_step_fails(lives: Lives, case: tuple[Operation, str], action: str) -> None:
     operation, point = case
@@ -161,6 +162,7 @@ def test_a_step_fails(lives: Lives, case: tuple[Operation, str], action: str) ->
     life.run(again(life.yard, operation))
 
 
+@at_each_step
 def test_the_client_goes_at_a_step(lives: Lives, case: tuple[Operation, str]) -> None:
     operation, point = case
     life = lives()
@@ -179,6 +181,7 @@ def test_the_client_goes_at_a_step(lives: Lives, case: tuple[Operation, str]) ->
     life.run(again(life.yard, operation))
 
 
+@at_each_step
 def test_the_daemon_dies_at_a_step(lives: Lives, case: tuple[Operation, str]) -> None:
     operation, point = case
     first = lives()
@@ -190,13 +193,10 @@ def test_the_daemon_dies_at_a_step(lives: Lives, case: tuple[Operation, str]) ->
     second.run(again(second.yard, operation))
 
 
+@toy_shows_it
 @pytest.mark.parametrize("name", ["create", "fork", "rewind", "stop", "start", "snapshot", "delete"])
 @pytest.mark.parametrize("saves", [0, 1, 2])
-def test_the_catalog_stays_full(
-    lives: Lives, kind: Kind, name: str, saves: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind.real:
-        pytest.skip("a toy shows it")
+def test_the_catalog_stays_full(lives: Lives, name: str, saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
     operation, life = OPERATIONS[name], lives()
     life.run(ready(life.yard, operation))
     real, left = Catalog.save, saves

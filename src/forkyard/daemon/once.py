@@ -192,3 +192,4 @@ class Once:
         for live in list(self._live.values()):
             if live.cancel and live.task is not None:
                 live.task.cancel()
+                live.finish(RESTARTING)  # what is undone for it may take longer than its client should wait
