@@ -8,12 +8,20 @@ reply and gives it again to whoever asks with the same id.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from forkyard.types import Change as PathDifference
-from forkyard.types import ExecResult, ExploreResult, TemplateInfo, VariantResult
+from forkyard.types import ExecResult, ExploreResult, State, TemplateInfo, VariantResult
+
+# What no host could mean is refused where it is decoded, so that nothing behind has to reckon with
+# what is no number, or with more of it than a kernel's word holds.
+Number = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+Wait = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+Pid = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 Labels = dict[str, str]
 ImageFormat = Literal["registry", "oci", "docker-archive", "tar"]
@@ -38,6 +46,13 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     pass
 
 
+def complaint(error: Exception) -> str:
+    """What a failed validation says, the field's name first."""
+    what, _, where = str(error).partition(" - at `$")
+    field = where.strip("`.")
+    return f"{field}: {what}" if field else what
+
+
 class Change(Request, kw_only=True):
     """A request that changes something; ``request_id`` is made up by the client."""
 
@@ -48,8 +63,8 @@ class Lease(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Who an ephemeral sandbox lives for: a local process (its pid and start time in
     clock ticks since boot), or a named run."""
 
-    pid: int | None = None
-    start_time: int | None = None
+    pid: Pid | None = None
+    start_time: Offset | None = None
     run: str | None = None
 
 
@@ -59,21 +74,21 @@ class CreateSandbox(Change, kw_only=True):
     image: str | None = None
     snapshot: str | None = None
     type: str | None = None
-    cpus: float | None = None
-    mem_mb: int | None = None
-    disk_mb: int | None = None
+    cpus: Number | None = None
+    mem_mb: Whole | None = None
+    disk_mb: Whole | None = None
     env: dict[str, str] = {}
     user: str | None = None
     egress: str | None = None
     egress_allow: list[str] | None = None
-    ttl_min: float | None = None
-    auto_stop_min: float | None = None
+    ttl_min: Number | None = None
+    auto_stop_min: Number | None = None
     ephemeral: bool = False
     labels: Labels = {}
     engine: str | None = None
     memory: bool = True
     wait: bool = True
-    wait_s: float = 0
+    wait_s: Wait = 0
     lease: Lease | None = None
     image_format: ImageFormat = "registry"
     image_deposit: str | None = None
@@ -92,7 +107,7 @@ class SandboxChange(Change, kw_only=True):
 
 class ListSandboxes(Request, kw_only=True):
     labels: Labels | None = None
-    state: str | None = None
+    state: State | None = None
 
 
 class RenameSandbox(SandboxChange, kw_only=True):
@@ -100,7 +115,7 @@ class RenameSandbox(SandboxChange, kw_only=True):
 
 
 class SetTtl(SandboxChange, kw_only=True):
-    ttl_min: float | None = None
+    ttl_min: Number | None = None
 
 
 class SetEgress(SandboxChange, kw_only=True):
@@ -109,7 +124,7 @@ class SetEgress(SandboxChange, kw_only=True):
 
 
 class Expose(SandboxChange, kw_only=True):
-    port: int
+    port: Whole
 
 
 class Adopt(SandboxChange, kw_only=True):
@@ -124,8 +139,8 @@ class ReleaseLease(Change, kw_only=True):
 
 
 class WaitSandbox(SandboxRequest, kw_only=True):
-    state: str = "running"
-    timeout_s: float | None = None
+    state: State = "running"
+    timeout_s: Number | None = None
 
 
 class StopSandbox(SandboxChange, kw_only=True):
@@ -149,7 +164,7 @@ class ExecOptions(Change, kw_only=True):
 
     argv: list[str] | None = None
     command: str | None = None
-    timeout_s: float | None = None
+    timeout_s: Number | None = None
     cwd: str | None = None
     env: dict[str, str] = {}
     user: str | None = None
@@ -166,7 +181,7 @@ class Exec(ExecOptions, kw_only=True):
     sandbox: str
     stdin: bytes | None = None
     merge: bool = False
-    max_output: int = 10 << 20
+    max_output: Whole = 10 << 20
     keep: Literal["head", "tail", "both"] = "both"
 
 
@@ -191,7 +206,7 @@ class RunCode(Change, kw_only=True):
     code: str
     language: str = "python"
     session: str = "default"
-    timeout_s: float | None = None
+    timeout_s: Number | None = None
     user: str | None = None
     cwd: str | None = None
 
@@ -205,7 +220,7 @@ class Git(Change, kw_only=True):
     path: str | None = None
     url: str | None = None
     branch: str | None = None
-    depth: int | None = None
+    depth: Whole | None = None
     ref: str | None = None
     create: bool = False
     staged: bool = False
@@ -214,13 +229,13 @@ class Git(Change, kw_only=True):
     message: str | None = None
     author: str | None = None
     all: bool = False
-    limit: int | None = None
+    limit: Whole | None = None
     username: str | None = None
     password: str | None = None
     grant: bool = True
-    timeout_s: float | None = None
+    timeout_s: Number | None = None
     user: str | None = None
-    max_output: int = 10 << 20
+    max_output: Whole = 10 << 20
 
 
 class Spawn(ExecOptions, kw_only=True):
@@ -229,8 +244,8 @@ class Spawn(ExecOptions, kw_only=True):
     sandbox: str
     pty: bool = False
     stdin: bool = True
-    rows: int = 24
-    cols: int = 80
+    rows: Whole = 24
+    cols: Whole = 80
     detach: bool = False
     merge: bool = False
 
@@ -241,15 +256,15 @@ class Attach(Request, kw_only=True):
     ``tied``: closing the stream ends the process, as it does for the stream that spawned it."""
 
     sandbox: str
-    pid: int
-    stdout_offset: int = 0
-    stderr_offset: int = 0
+    pid: Pid
+    stdout_offset: Offset = 0
+    stderr_offset: Offset = 0
     tied: bool = False
 
 
 class ProcessRequest(Change, kw_only=True):
     sandbox: str
-    pid: int
+    pid: Pid
 
 
 class Write(ProcessRequest, kw_only=True):
@@ -258,16 +273,16 @@ class Write(ProcessRequest, kw_only=True):
 
 
 class Resize(ProcessRequest, kw_only=True):
-    rows: int
-    cols: int
+    rows: Whole
+    cols: Whole
 
 
 class Signal(ProcessRequest, kw_only=True):
-    signal: int
+    signal: Whole
 
 
 class WaitProcess(ProcessRequest, kw_only=True):
-    timeout_s: float | None = None
+    timeout_s: Number | None = None
 
 
 class PathRequest(Request, kw_only=True):
@@ -285,11 +300,11 @@ class PathChange(Change, kw_only=True):
 class WriteFile(PathChange, kw_only=True):
     """The head of a streamed upload; the bytes follow as the body. Parents are made."""
 
-    mode: int | None = None
+    mode: Whole | None = None
 
 
 class MakeDir(PathChange, kw_only=True):
-    mode: int | None = None
+    mode: Whole | None = None
     parents: bool = True
 
 
@@ -298,7 +313,7 @@ class WriteFiles(Change, kw_only=True):
 
     sandbox: str
     files: dict[str, bytes]
-    mode: int | None = None
+    mode: Whole | None = None
     user: str | None = None
 
 
@@ -336,20 +351,20 @@ class ListSnapshots(Request, kw_only=True):
 
 class Fork(Change, kw_only=True):
     source: str
-    n: int = 1
+    n: Whole = 1
     prefix: str | None = None
     names: list[str] | None = None
     memory: bool = True
-    wait_s: float = 0
+    wait_s: Wait = 0
     type: str | None = None
-    cpus: float | None = None
-    mem_mb: int | None = None
-    disk_mb: int | None = None
+    cpus: Number | None = None
+    mem_mb: Whole | None = None
+    disk_mb: Whole | None = None
     env: dict[str, str] = {}
     egress: str | None = None
     egress_allow: list[str] | None = None
-    ttl_min: float | None = None
-    auto_stop_min: float | None = None
+    ttl_min: Number | None = None
+    auto_stop_min: Number | None = None
     ephemeral: bool | None = None
     labels: Labels | None = None
     lease: Lease | None = None
@@ -357,7 +372,7 @@ class Fork(Change, kw_only=True):
 
 class TakeCheckpoint(SandboxChange, kw_only=True):
     label: str | None = None
-    keep_last: int | None = None
+    keep_last: Whole | None = None
     memory: bool = True
 
 
@@ -398,8 +413,8 @@ class Explore(Change, kw_only=True):
 
     source: str
     variants: list[Variant]
-    timeout_s: float | None = None
-    parallel: int | None = None
+    timeout_s: Number | None = None
+    parallel: Whole | None = None
     keep: Literal["fastest", "first", "choose"] = "fastest"
     ephemeral: bool | None = None
     lease: Lease | None = None
@@ -429,10 +444,10 @@ class Tree(Request, kw_only=True):
 class Audit(Request, kw_only=True):
     """With ``seq``, that one record, whatever else is given."""
 
-    seq: int | None = None
+    seq: Offset | None = None
     sandbox: str | None = None
-    since: float | None = None
-    limit: int = 10_000
+    since: Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)] | None = None
+    limit: Whole = 10_000
 
 
 class VerifyAudit(Request, kw_only=True):
@@ -471,7 +486,7 @@ class TemplateSpec(Request, kw_only=True):
     auths: dict[str, str] = {}
     warm: str | list[str] | bool | None = None
     ready: str | int | None = None
-    ready_timeout_s: float | None = None
+    ready_timeout_s: Number | None = None
 
 
 class MakeTemplate(Change, kw_only=True):
@@ -483,8 +498,8 @@ class Prepare(Change, kw_only=True):
     used first, until those that were built or pulled fit into ``disk_budget_mb``."""
 
     specs: list[TemplateSpec]
-    parallel: int | None = None
-    disk_budget_mb: int | None = None
+    parallel: Whole | None = None
+    disk_budget_mb: Whole | None = None
 
 
 class TemplateEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -493,7 +508,7 @@ class TemplateEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     (see errors.to_wire)."""
 
     kind: Literal["step", "output", "note", "done", "failed"]
-    index: int = 0
+    index: Whole = 0
     text: str = ""
     template: TemplateInfo | None = None
     error: dict[str, Any] | None = None
@@ -535,8 +550,8 @@ class StreamEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     kind: Literal["started", "stdout", "stderr", "gap", "exit", "error"]
-    pid: int = 0
+    pid: Pid = 0
     data: bytes = b""
-    offset: int = 0
+    offset: Offset = 0
     result: dict[str, Any] | None = None
     error: dict[str, Any] | None = None

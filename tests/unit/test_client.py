@@ -118,6 +118,37 @@ def test_errors_keep_their_class(client: Client, box: Sandbox, call: Callable, e
     assert (type(again), again.message) == (type(caught.value), caught.value.message)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.create_sandbox(wait=False, mem_mb=1 << 70),
+        lambda c: c.create_sandbox(disk_mb=10**15),
+        lambda c: c.create_sandbox(ttl_min=float("nan")),
+        lambda c: c.fork("box", 1, wait_s=-1),
+        lambda c: c.fork("box", 1, wait_s=float("inf")),
+        lambda c: c.exec("box", ["true"], timeout_s=float("nan")),
+        lambda c: c.exec("box", ["true"], stdin="\ud800"),
+        lambda c: c.exec("box", ["cat"], stdin=iter([b"a", 1])),
+        lambda c: c.exec_many([("box",)]),
+        lambda c: c.attach("box", 1 << 40).wait(),
+        lambda c: c.attach("box", -1).wait(),
+        lambda c: c.audit(since=float("nan")),
+        lambda c: c.audit(limit=1 << 64),
+        lambda c: c.list_sandboxes(state="nope"),
+        lambda c: c.write_file("box", "file", "\ud800"),
+    ],
+)
+def test_what_cannot_be_is_said_to_be_wrong(client: Client, box: Sandbox, call: Callable) -> None:
+    with pytest.raises(InvalidRequestError):
+        call(client)
+    assert box.shell("echo fine").stdout == "fine\n"
+
+
+def test_a_refused_value_is_named(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^CreateSandbox: wait_s: Expected `float` >= 0"):
+        client.create_sandbox(wait_s=-1)
+
+
 def test_exec_and_shell(box: Sandbox) -> None:
     result = box.shell("echo out; echo err >&2; exit 3", env={"A": "x\n$y'\""})
     assert (result.ok, result.exit_code, result.stdout, result["stderr"]) == (False, 3, "out\n", "err\n")

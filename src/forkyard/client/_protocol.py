@@ -51,11 +51,27 @@ class RestartingError(Exception):
 
 
 def encode(request: Any) -> bytes:
-    """Raises InvalidRequestError for text that has no UTF-8."""
+    """Raises InvalidRequestError for text that has no UTF-8, and for what no message can hold."""
     try:
         return _encode(request)
     except UnicodeEncodeError as error:
-        raise errors.InvalidRequestError(f"{error.object[:100]!r} is not text that can be sent") from None
+        raise _unsendable(error) from None
+    except (OverflowError, TypeError) as error:
+        raise errors.InvalidRequestError(f"{type(request).__name__}: {error}") from None
+
+
+def utf8(text: str) -> bytes:
+    """Raises InvalidRequestError for text that has no UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise _unsendable(error) from None
+
+
+def _unsendable(error: UnicodeEncodeError) -> errors.InvalidRequestError:
+    return errors.InvalidRequestError(
+        f"{error.object[:100]!r} is not text that can be sent", hint="give bytes"
+    )
 
 
 def new_request_id() -> str:
@@ -169,8 +185,8 @@ def made(kind: type[T], **fields: Any) -> T:
     """
     try:
         return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise errors.InvalidRequestError(f"{kind.__name__}: {error}") from None
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise errors.InvalidRequestError(f"{kind.__name__}: {rq.complaint(error)}") from None
 
 
 def rules(given: Iterable[str] | None) -> list[str] | None:
@@ -212,7 +228,7 @@ def stdin_parts(stdin: Stdin) -> tuple[bytes | None, Iterator[bytes] | None, boo
     if stdin is None:
         return None, None, True
     if isinstance(stdin, str):
-        stdin = stdin.encode()
+        stdin = utf8(stdin)
     if isinstance(stdin, bytes | bytearray | memoryview):
         if len(stdin) <= INLINE_STDIN:
             return bytes(stdin), None, True
@@ -237,7 +253,10 @@ def chunks_of(source: IO[bytes] | Iterable[bytes]) -> Iterator[bytes]:
             if hasattr(source, "read"):
                 return
             continue
-        yield piece.encode() if isinstance(piece, str) else piece
+        data = as_bytes(piece)
+        if data is None:
+            raise errors.InvalidRequestError(f"a piece of data is bytes or text, not {type(piece).__name__}")
+        yield data
 
 
 def with_head(request: Any, chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -262,7 +281,7 @@ def batches(files: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
 def as_bytes(data: Any) -> bytes | None:
     """``data`` where it is bytes or text, else None."""
     if isinstance(data, str):
-        return data.encode()
+        return utf8(data)
     if isinstance(data, bytes | bytearray | memoryview):
         return bytes(data)
     return None
@@ -281,6 +300,15 @@ def checked(outcome: ty.ExecResult, command: Command, sandbox: str) -> ty.ExecRe
         result=outcome,
         sandbox=sandbox,
     )
+
+
+def pairs(given: Iterable[tuple[str, Command]]) -> list[tuple[str, Command]]:
+    """``exec_many``'s commands: each a sandbox and what to run in it."""
+    listed = list(given)
+    for one in listed:
+        if not isinstance(one, tuple | list) or len(one) != 2:
+            raise errors.InvalidRequestError(f"{one!r} is no (sandbox, command)")
+    return listed
 
 
 def outcomes(replies: list[rq.ExecOutcome], commands: list[tuple[str, Command]], check: bool) -> list[Any]:

@@ -61,7 +61,7 @@ class AsyncFiles:
             request_id=request_id or protocol.new_request_id(),
         )
         if isinstance(data, str):
-            data = data.encode()
+            data = protocol.utf8(data)
         if isinstance(data, bytes | bytearray | memoryview):
             whole = data
             await self._transport.send("write_file", request, lambda: protocol.slices(whole), repeatable=True)

@@ -138,7 +138,7 @@ class AsyncProcess:
 
     async def write(self, data: bytes | str) -> None:
         """Write to its stdin; returns when the sandbox has taken it."""
-        raw = data.encode() if isinstance(data, str) else data
+        raw = protocol.utf8(data) if isinstance(data, str) else data
         for piece in protocol.slices(raw):
             await self._transport.call(
                 "write",

@@ -144,7 +144,7 @@ class Running:
             error object stands in its place.
         """
         base = request_id or protocol.new_request_id()
-        pairs = list(commands)
+        pairs = protocol.pairs(commands)
         inline = protocol.as_bytes(stdin) if stdin is not None else None
         requests = [
             protocol.exec_request(

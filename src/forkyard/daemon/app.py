@@ -138,7 +138,7 @@ class App:
                 return route.decode(b"\x80")
             return route.decode_json(data) if json else route.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise errors.InvalidRequestError(f"{route.name}: {error}") from None
+            raise errors.InvalidRequestError(f"{route.name}: {rq.complaint(error)}") from None
 
     # The kinds of verbs.
 

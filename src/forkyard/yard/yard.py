@@ -379,6 +379,8 @@ class Yard:
             box = sandbox.box
             return int(box.cgroup.usage()[1] * (1 << 20)) if box is not None and box.cgroup else 0
         kept = self.snapshots.find(source)
+        if kept is None and self.templates.find(source) is None:
+            raise NotFoundError(f"there is no sandbox, snapshot or template {source[:140]!r}")
         return kept.memory_bytes if kept is not None else None
 
     async def health(self, request: rq.Empty, caller: rq.Caller) -> ty.Health:
