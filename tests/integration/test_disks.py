@@ -140,6 +140,21 @@ async def test_quota_binds_the_guest_and_not_the_seal(store):
     (box.rootfs / "more").write_bytes(os.urandom(50 << 20))
 
 
+async def test_what_was_deleted_just_before_a_seal_does_not_bind_the_copy(store):
+    """The file system frees later; a layer's size is what is in it."""
+    base = await _base(store)
+    box = await store.create_box("bx1", [base], 200)
+    (box.rootfs / "big").write_bytes(os.urandom(150 << 20))
+    (box.rootfs / "small").write_bytes(os.urandom(20 << 20))
+    await store.sync_box("bx1")
+    (box.rootfs / "big").unlink()
+    await store.seal("bx1", "l1")
+    fork = await store.create_box("bx2", ["l1", base], 200)
+    (fork.rootfs / "more").write_bytes(os.urandom(150 << 20))
+    assert not store.is_full("bx2")
+    assert await store.layer_bytes("l1") < 30 << 20
+
+
 async def test_without_quotas_a_watch_tells(tmp_home):
     store = DiskStore(tmp_home, _Settings(), plain=True)
     await store.open()

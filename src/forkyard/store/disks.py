@@ -307,7 +307,7 @@ class DiskStore:
             raise InternalError(f"box {box} has {len(lowers)} layers, the kernel takes {_MAX_LAYERS}")
         if not await self._have_room(_FLOOR):
             raise self._full()
-        limit_mb = max(disk_mb - self.layers.private_bytes(layers) // _MIB, _LEAST_LIMIT_MB)
+        limit_mb = await self._limit_mb(disk_mb, layers)
         parent = self.layers.volume(layers[0])
         if self._spares is not None and parent is not None and not self.layers.private_bytes(layers[:1]):
             self._spares.ask(layers[0], parent)  # a template's: there will be more
@@ -424,9 +424,16 @@ class DiskStore:
         near = self.usage_mb(box) * _MIB + 2 * _MIB >= limit
         return near or self.backend.free_bytes() < 16 * _MIB
 
-    async def set_limit(self, box: str, disk_mb: int, layers: Iterable[str] = ()) -> None:
+    async def _limit_mb(self, disk_mb: int, layers: Sequence[str]) -> int:
+        """What ``disk_mb`` leaves above ``layers``."""
+        held = self.layers.private_bytes(layers)
+        if held > disk_mb * _MIB // 2:
+            held = await self._thread(self.layers.measure, layers)
+        return max(disk_mb - held // _MIB, _LEAST_LIMIT_MB)
+
+    async def set_limit(self, box: str, disk_mb: int, layers: Sequence[str] = ()) -> None:
         """Set a box's limit to ``disk_mb`` less what the private ones of ``layers`` hold."""
-        limit_mb = max(disk_mb - self.layers.private_bytes(layers) // _MIB, _LEAST_LIMIT_MB)
+        limit_mb = await self._limit_mb(disk_mb, layers)
         self._limits[box] = limit_mb
         await self._thread(self.backend.set_limit, self._volume(box), limit_mb * _MIB)
 
