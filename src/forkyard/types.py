@@ -232,6 +232,10 @@ class Artifact(Record):
     def __bytes__(self) -> bytes:
         return self.data
 
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f", name={self.name!r}"
+        return f"Artifact({self.mime!r}{name}, {len(self.data)} bytes)"
+
 
 @dataclass(frozen=True, slots=True)
 class CodeError(Record):

@@ -11,6 +11,7 @@ from yard_home import YardHome, yard  # noqa: F401
 
 from forkyard import Client
 from forkyard.client.aio import AsyncClient
+from forkyard.rollouts import grading
 from forkyard.rollouts.graders import PRIVATE, CommandGrader, GraderError, PytestGrader
 from forkyard.rollouts.grading import Graded, grade, grade_files, regrade
 from forkyard.rollouts.types import Task, Timeouts
@@ -203,3 +204,15 @@ def test_files_and_a_grader_that_fails(client: Client, yard: YardHome) -> None: 
         graded(yard, "true", CommandGrader("/no/such/program"))
     hangs = graded(yard, "echo 'while True: pass' > calc.py", ORDINARY, timeouts=Timeouts(grader_s=10))
     assert "too long" in hangs.verdict.message and hangs.verdict.reward == 0.0
+
+
+class _Waiting(CommandGrader):
+    async def grade(self, grading: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+def test_a_grader_that_never_answers(yard: YardHome, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """It holds its place no longer than its own time and a moment."""
+    monkeypatch.setattr(grading, "END_S", 0.5)
+    with pytest.raises(GraderError, match=r"not done after [0-2] s"):
+        graded(yard, "true", _Waiting("true"), timeouts=Timeouts(grader_s=1))

@@ -165,6 +165,15 @@ def test_snapshot_prints_the_contract(fy: Cli) -> None:
     assert fy("snapshots", "delete", "prepared")[0] == 3
 
 
+def test_what_evaluations_prepared_is_listed_on_request(fy: Cli) -> None:
+    fy("new", "--name", "work")
+    fy("snapshot", "work", "mine")
+    fy("snapshot", "work", "rollouts/abc", "--label", "forkyard.rollouts=prepared")
+    _, out, err = fy("snapshots", "ls")
+    assert "mine" in out and "rollouts/abc" not in out and "1 prepared for evaluations" in err
+    assert "rollouts/abc" in fy("snapshots", "ls", "--all")[1]
+
+
 def test_fork_forms(fy: Cli, client: MemoryClient) -> None:
     fy("new", "--name", "work")
     code, out, err = fy("fork", "work", "-n", "3", "--prefix", "ep-", "--ttl", "60")

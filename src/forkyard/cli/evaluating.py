@@ -35,7 +35,11 @@ class _Eval(click.Group):
         return super().parse_args(ctx, args)
 
 
-@click.group("eval", cls=_Eval)
+@click.group("eval", cls=_Eval, epilog="""\b
+Examples:
+  forkyard eval humaneval --policy agent:solve -k 4 --out runs/first
+  forkyard eval report runs/first
+  forkyard eval run --help        the options of "forkyard eval SUITE\"""")
 def eval_verb() -> None:
     """Run a policy over a suite of tasks (eval SUITE), or read what a run came to (eval report)."""
 

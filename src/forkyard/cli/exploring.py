@@ -77,9 +77,9 @@ def _tell(done: ExploreResult, board: Board) -> None:
         for result in done.results:
             note("  ".join(board.row(result.name)))
     for result in done.results:
-        if result.state in ("failed", "timed_out", "error") and done.winner is None:
-            tail = (result.error or result.output).strip().splitlines()[-3:]
-            for line in tail:
+        if result.state in ("failed", "timed_out", "error"):
+            tail = (result.error or result.output).strip().splitlines()
+            for line in tail[-3 if done.winner is None else -1:]:
                 note(f"{result.name}: {line}")
     if done.winner is None:
         note(f"none of {len(done.results)} passed; every copy is deleted ({ms(done.total_ms)})")

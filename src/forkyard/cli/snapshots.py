@@ -11,6 +11,9 @@ from forkyard.cli.app import App, exit_code, note, pass_app, report
 from forkyard.cli.output import age, ms, print_json, print_table, record, size
 from forkyard.cli.params import given, json_option, label_option, sandbox_argument
 
+PREPARED = "forkyard.rollouts"
+"""The label of a state that evaluations prepared for themselves."""
+
 
 @click.command("snapshot", epilog="""\b
 Examples:
@@ -54,11 +57,13 @@ def snapshots_verb() -> None:
 Example:
   forkyard snapshots ls --json | jq -r '.snapshots[].name'""")
 @label_option("Only those with this label. Repeatable: all must match.")
+@click.option("--all", "everything", is_flag=True, help="Also the prepared states that evaluations keep.")
 @json_option()
 @pass_app
-def snapshots_ls(app: App, labels: tuple[tuple[str, str], ...], as_json: bool) -> None:
+def snapshots_ls(app: App, labels: tuple[tuple[str, str], ...], everything: bool, as_json: bool) -> None:
     """List snapshots."""
-    snaps = app.client.list_snapshots(**given(labels=dict(labels)))
+    found = app.client.list_snapshots(**given(labels=dict(labels)))
+    snaps = [snap for snap in found if everything or PREPARED not in snap.labels]
     if as_json:
         print_json({"snapshots": [{"snapshotId": snap.id, **record(snap)} for snap in snaps]})
         return
@@ -68,6 +73,8 @@ def snapshots_ls(app: App, labels: tuple[tuple[str, str], ...], as_json: bool) -
           size(snap.exclusive_bytes), age(snap.created_at)) for snap in snaps],
         empty="No snapshots. Take one: forkyard snapshot SANDBOX NAME",
     )
+    if len(snaps) < len(found):
+        note(f"{len(found) - len(snaps)} prepared for evaluations are not shown: --all")
 
 
 @snapshots_verb.command("delete", epilog="""\b

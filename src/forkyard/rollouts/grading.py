@@ -31,6 +31,8 @@ __all__ = ["Graded", "GraderError", "grade", "grade_files", "regrade"]
 
 # Beyond the grader's own time: making copies, carrying changes over.
 ROOM_S = 120.0
+# Beyond the time that a grader was given: until its last command was seen to end.
+END_S = 10.0
 # Content that a diff does not carry is fetched up to so much in all.
 MAX_FETCHED = 512 << 20
 EMPTY = Diff([], [], [])
@@ -284,7 +286,8 @@ class _Target:
             await self.client.make_dir(self.id, PRIVATE, 0o700, user="root")
             await put_files(self.client, self.id, grader.files)
             left = max(1.0, limit - (time.monotonic() - begun))
-            verdict: object = await grader.grade(self._grading(diff, mode, left, ports))
+            async with _deadline(left + END_S):
+                verdict: object = await grader.grade(self._grading(diff, mode, left, ports))
             if not isinstance(verdict, Verdict):
                 raise GraderError(f"{grader.name}: grade() returned {verdict!r:.200}, not a Verdict")
             return verdict
