@@ -235,7 +235,7 @@ class MemoryClient:
     def snapshot(self, sandbox: str, name: str | None = None, **options: Any) -> SnapshotInfo:
         source = self._find(sandbox)
         made = SnapshotInfo(
-            id="0c9d3f0e-58b1-4d51-93a5-3a1e8c1a6a4b", name=name, source=source.id,
+            id=f"0c9d3f0e-58b1-4d51-93a5-{len(self.snaps):012x}", name=name, source=source.id,
             labels=options.get("labels", {}), size_bytes=4096, exclusive_bytes=1024,
             memory=options.get("memory", True), engine="gvisor", created_at=time.time(), paused_ms=21.04)
         self.snaps[made.id] = made
