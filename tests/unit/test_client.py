@@ -377,6 +377,7 @@ def test_a_stream_goes_on_with_the_next_daemon(daemon: ThreadedDaemon, box: Sand
     stream = process.stream()
     assert next(stream).data == b"one\n"
     daemon.restart()
+    until(lambda: daemon.times_up == 2)  # without start=True a client does not wait for one
     process.write("\n")
     assert next(stream).data == b"two\n"
     process.write("\n")
