@@ -117,8 +117,9 @@ class SandboxLostError(ForkyardError):
 
     code = "sandbox_lost"
 
-    def __init__(self, message: str, *, cause: str = "unknown", **kwargs: Any) -> None:
-        super().__init__(message, **kwargs)
+    def __init__(self, message: str, *, cause: str = "unknown", hint: str = "", **kwargs: Any) -> None:
+        hint = hint or "rewind or start it from a checkpoint, or delete it"
+        super().__init__(message, hint=hint, **kwargs)
         self.cause = cause
 
     def extra(self) -> dict[str, Any]:

@@ -85,6 +85,13 @@ async def _nothing_runs(yard: TestYard, box: str) -> bool:
     return await yard.yard.execs.processes(rq.SandboxRequest(sandbox=box), yard.caller) == []
 
 
+async def test_a_command_longer_than_linux_takes(yard: TestYard, box: str) -> None:
+    for argv in (["echo", *["x"] * 70_000], ["echo", "x" * (3 << 20)]):
+        with pytest.raises(InvalidRequestError, match="longer than Linux takes"):
+            await yard.exec(box, *argv)
+    assert await yard.out(box, "echo on") == "on"
+
+
 async def test_a_background_child_does_not_hold_the_call(yard: TestYard, box: str) -> None:
     begun = time.monotonic()
     assert await yard.out(box, "sleep 20 & echo hi") == "hi"

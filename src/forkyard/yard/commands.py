@@ -16,6 +16,8 @@ from forkyard.yard.plans import check_env
 from forkyard.yard.secrets import hide, hide_argv
 
 MAX_OUTPUT = 1 << 30
+MAX_WORDS, MAX_ARGV = 65_536, 2 << 20
+"""Of a command; Linux takes no longer one."""
 AUDITED = 16 << 10
 """So many characters of a command are in the audit."""
 CODE_TAG = b"code1:"
@@ -33,12 +35,15 @@ def argv_of(request: ExecOptions) -> list[str]:
     if request.argv is not None:
         if not request.argv or not request.argv[0]:
             raise InvalidRequestError("the argv names no program")
-        return request.argv
-    return (
-        ["/bin/sh", "-l", "-c", request.command or ""]
-        if request.login
-        else ["/bin/sh", "-c", request.command or ""]
-    )
+        argv = request.argv
+    else:
+        argv = ["/bin/sh", *(["-l"] if request.login else []), "-c", request.command or ""]
+    if len(argv) > MAX_WORDS or sum(map(len, argv)) > MAX_ARGV:
+        raise InvalidRequestError(
+            f"a command of {len(argv)} words and {sum(map(len, argv))} characters is longer than Linux takes",
+            hint="give long input as stdin, or write it to a file",
+        )
+    return argv
 
 
 def resolve(path: str, workdir: str) -> str:

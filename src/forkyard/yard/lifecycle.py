@@ -522,7 +522,6 @@ class Lifecycle:
                 f"sandbox {doc.name!r} failed: {doc.failure['message']}",
                 cause=doc.failure["cause"],
                 sandbox=doc.id,
-                hint="rewind or start it from a checkpoint, or delete it",
             )
         if doc.state == "stopped":
             raise ConflictError(
