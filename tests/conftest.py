@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 pytest.register_assert_rewrite("yards")
+# A background job of a shell ignores it, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from yards import Home, Kind, TestYard, new_home, opened  # noqa: E402
 
