@@ -71,6 +71,8 @@ class Engine(Protocol):
     """Errors are :mod:`forkyard.errors`; cancellation leaves nothing of a new machine behind."""
 
     name: str
+    shares_files: bool
+    """Whether guests reach files of the host, the agent's among them."""
 
     def fingerprint(self) -> str:
         """Identifies what can restore an image made now: engine, version, platform, CPU flags."""

@@ -45,6 +45,7 @@ class Fake:
     """
 
     name = "fake"
+    shares_files = False
 
     def __init__(self, version: str = "1") -> None:
         self.version = version

@@ -48,6 +48,7 @@ class GVisor:
     """
 
     name = "gvisor"
+    shares_files = True
 
     def __init__(self, runsc: Runsc, platform: str, shared: Path) -> None:
         self.runsc = runsc
