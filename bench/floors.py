@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from bench.cases import IN_A_ROW, PAUSE_S, SHELL_TRUE, TRUE, Bench
-from bench.ours import Forkyard
+from bench.ours import Forkyard, base_layers, lender
 from forkyard.engines.gvisor import Runsc
 from forkyard.guest import Guest, SpawnSpec
 from forkyard.host import mounts
@@ -19,9 +19,10 @@ from forkyard.setup.trial import open_trial
 NAME = "floor"
 
 
-def floors(bench: Bench, layers: list[Path]) -> None:
+def floors(bench: Bench) -> None:
     """The host's, then the agent's for every build and platform that forkyard is measured with."""
     bench.note("floors")
+    layers = base_layers(lender())
     _host(bench, layers)
     for contender in bench.contenders:
         if not isinstance(contender, Forkyard):

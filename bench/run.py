@@ -14,10 +14,12 @@ from typing import Any
 from bench import machine, report
 from bench.cases import CASES, Bench
 from bench.contender import Contender
+from bench.downloads import downloads
 from bench.floors import floors
 from bench.ours import Build, Forkyard, base_layers, builds, lender
 from bench.rivals import BareRunsc, Docker
 
+MEASURED = {"floors": floors, **CASES, "downloads": downloads}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -29,15 +31,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="3 samples of each, shown and not kept")
     parser.add_argument("-n", type=int, default=20, help="samples of each (default 20)")
-    parser.add_argument("--only", default="", help=f"cases, with commas, of: floors,{','.join(CASES)}")
+    parser.add_argument("--only", default="", help=f"cases, with commas, of: {','.join(MEASURED)}")
     parser.add_argument("--without", default="", help="of docker,runsc,newest,ptrace,systrap; with commas")
     parser.add_argument("--out", type=Path, default=None, help="where to keep it (default bench/results)")
     parser.add_argument("--trace", type=Path, default=None, help="a directory for traces of our daemons")
     args = parser.parse_args(argv)
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
-    wanted = [name for name in args.only.split(",") if name] or ["floors", *CASES]
-    if unknown := set(wanted) - {"floors", *CASES}:
+    wanted = [name for name in args.only.split(",") if name] or list(MEASURED)
+    if unknown := set(wanted) - MEASURED.keys():
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
     if os.geteuid() != 0:
         parser.error("Docker's daemon and runsc need root")
@@ -83,10 +85,7 @@ def _run(
                 bench.failures.append(f"{contender.name}: {type(error).__name__}: {error}")
                 note(f"  failed: {bench.failures[-1]}")
         for name in wanted:
-            if name == "floors":
-                floors(bench, layers)
-            else:
-                CASES[name](bench)
+            MEASURED[name](bench)
         about["load_after"] = round(os.getloadavg()[0], 2)
     machine.reap()
 
