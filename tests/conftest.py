@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
+
+INTEGRATION = Path(__file__).parent / "integration"
 
 pytest.register_assert_rewrite("yards")
 # A background job of a shell ignores it, and so would every program that a test starts.
@@ -16,10 +19,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 from yards import Home, Kind, TestYard, new_home, opened  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     meant, others = [], []
     for item in items:
         (meant if _is_meant(item) else others).append(item)
+        if item.path.parent == INTEGRATION and not item.get_closest_marker("xdist_group"):
+            # A module's yard is made once, by the worker that runs all of it.
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = meant

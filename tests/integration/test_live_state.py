@@ -56,29 +56,18 @@ def make_copies(home: YardHome) -> Client:
     return home.client
 
 
-@pytest.fixture(scope="module")
-def debian_copies(debian_yard: YardHome) -> Iterator[Client]:  # noqa: F811
-    yield make_copies(debian_yard)
-    debian_yard.clear()
-
-
-@pytest.fixture(scope="module")
-def newest_copies(newest_yard: YardHome) -> Iterator[Client]:  # noqa: F811
-    yield make_copies(newest_yard)
-    newest_yard.clear()
+@pytest.fixture(scope="module", params=["debian", pytest.param("newest", marks=pytest.mark.newest)])
+def copies(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """Of one build at a time: a crowd of timers and threads is no company for the next test."""
+    home: YardHome = request.getfixturevalue(f"{request.param}_yard")
+    yield make_copies(home)
+    home.clear()
 
 
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_survives(debian_copies: Client, kind: str, copy: str) -> None:
-    assert finish(debian_copies.sandbox(copy), kind) == "ok"
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("copy", COPIES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_survives_on_the_newest(newest_copies: Client, kind: str, copy: str) -> None:
-    assert finish(newest_copies.sandbox(copy), kind) == "ok"
+def test_it_survives(copies: Client, kind: str, copy: str) -> None:
+    assert finish(copies.sandbox(copy), kind) == "ok"
 
 
 # -- deleted files that are still open ---------------------------------------------------------------
