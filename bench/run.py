@@ -17,9 +17,10 @@ from bench.contender import Contender
 from bench.downloads import downloads
 from bench.floors import floors
 from bench.ours import Build, Forkyard, base_layers, builds, lender
+from bench.pool import acquires
 from bench.rivals import BareRunsc, Docker
 
-MEASURED = {"floors": floors, **CASES, "downloads": downloads}
+MEASURED = {"floors": floors, **CASES, "pool": acquires, "downloads": downloads}
 RESULTS = Path(__file__).parent / "results"
 
 

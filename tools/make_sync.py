@@ -39,6 +39,7 @@ RENAMED = {
     "AsyncFiles": "Files",
     "AsyncHTTPTransport": "HTTPTransport",
     "AsyncIterator": "Iterator",
+    "AsyncPool": "Pool",
     "AsyncProcess": "Process",
     "AsyncRunning": "Running",
     "AsyncSandbox": "Sandbox",
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
     from forkyard.client.aio_files import Data
     from forkyard.client.aio_process import AsyncProcess
     from forkyard.client.aio_running import Keep
+    from forkyard.client.pools import AsyncPool
 
 
 class AsyncSandbox:
@@ -150,7 +152,9 @@ def handle() -> str:
 
 
 def _is_about_one(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.AsyncFunctionDef) or node.name.startswith("_"):
+    if not isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef) or node.name.startswith("_"):
+        return False
+    if node.name == "sandbox":  # which makes the handle
         return False
     arguments = node.args.args
     # audit, capacity and events may be about all; adopt and the like are about one.
@@ -158,7 +162,7 @@ def _is_about_one(node: ast.stmt) -> bool:
 
 
 def _method(node: ast.stmt) -> str:
-    assert isinstance(node, ast.AsyncFunctionDef)
+    assert isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef)
     arguments = node.args
     first = arguments.args.pop(1).arg
     # A default of the argument that goes away goes with it.
@@ -166,14 +170,15 @@ def _method(node: ast.stmt) -> str:
         arguments.defaults.pop(0)
     passed = ["self.id"]
     passed += [f"{a.arg}={a.arg}" for a in [*arguments.args[1:], *arguments.kwonlyargs]]
+    passed += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
     returns = ast.unparse(node.returns) if node.returns else "None"
-    streams = returns.startswith("AsyncIterator")
+    plain = isinstance(node, ast.FunctionDef) or returns.startswith("AsyncIterator")
     call = f"self.client.{node.name}({', '.join(passed)})"
     lines = [
         "",
-        f"    {'def' if streams else 'async def'} {node.name}({ast.unparse(arguments)}) -> {returns}:",
+        f"    {'def' if plain else 'async def'} {node.name}({ast.unparse(arguments)}) -> {returns}:",
         f'        """See :meth:`AsyncClient.{node.name}`; ``{first}`` is this one."""',
-        f"        return {call if streams else 'await ' + call}",
+        f"        return {call if plain else 'await ' + call}",
     ]
     return "\n".join(lines) + "\n"
 

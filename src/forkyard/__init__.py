@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from forkyard.client.aio import AsyncClient
     from forkyard.client.aio_process import AsyncProcess
     from forkyard.client.aio_sandbox import AsyncSandbox
+    from forkyard.client.pools import AsyncPool, Pool
     from forkyard.client.sync import Client
     from forkyard.client.sync_process import Process
     from forkyard.client.sync_sandbox import Sandbox
@@ -69,9 +70,11 @@ __version__ = "0.1.0"
 # Looked up when first used: the daemon and the command line need not load the client.
 _HOMES = {
     "AsyncClient": "forkyard.client.aio",
+    "AsyncPool": "forkyard.client.pools",
     "AsyncProcess": "forkyard.client.aio_process",
     "AsyncSandbox": "forkyard.client.aio_sandbox",
     "Client": "forkyard.client.sync",
+    "Pool": "forkyard.client.pools",
     "Process": "forkyard.client.sync_process",
     "Sandbox": "forkyard.client.sync_sandbox",
     "Artifact": "forkyard.types",
@@ -104,6 +107,7 @@ __all__ = [
     "AccessDeniedError",
     "Artifact",
     "AsyncClient",
+    "AsyncPool",
     "AsyncProcess",
     "AsyncSandbox",
     "AuditRecord",
@@ -131,6 +135,7 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "NotFoundError",
+    "Pool",
     "Process",
     "ProcessInfo",
     "Sandbox",

@@ -49,7 +49,7 @@ def test_the_handle_has_every_method_that_is_about_one_sandbox() -> None:
 
 
 # Methods that are made of others, and where a method and its verb have two names.
-LOCAL = {"close", "sandbox", "read_text"}
+LOCAL = {"close", "sandbox", "read_text", "pool"}
 SAME = {"shell": "exec"}
 # Verbs that the client uses on its own or through a Process.
 INNER = {"release_lease", "write", "resize", "signal", "wait_process", "explore_choose", "deposit"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 import signal
@@ -208,6 +209,7 @@ class MemoryYard:
         self.tasks = tasks
         self.boxes: dict[str, ty.SandboxInfo] = {}
         self.leases: dict[str, rq.Lease | None] = {}
+        self.states: dict[str, str] = {}
         self.creates = 0
         self.undone = 0
         self.gate: asyncio.Event | None = None
@@ -379,15 +381,20 @@ class MemoryYard:
 
     async def fork(self, request: rq.Fork, caller: Caller) -> ty.ForkResult:
         self.requests.append(request)
-        source = self.find(request.source)
+        source = self.find(self.states.get(request.source, request.source))
         if request.n > 64:
             raise errors.CapacityError(f"fork of {request.n}: 64 fit", retryable=True)
-        names = request.names or [f"{request.prefix or source.name}{i + 1}" for i in range(request.n)]
+        taken = {one.name for one in self.boxes.values()}
+        free = (name for i in itertools.count(1) if (name := f"{source.name}{i}") not in taken)
+        made_up = [f"{request.prefix}{i + 1}" for i in range(request.n)] if request.prefix else None
+        names = request.names or made_up or list(itertools.islice(free, request.n))
         forks = [self._make(name, source.id, bool(request.ephemeral), source.labels) for name in names]
         for info in forks:
             self.leases[info.id] = request.lease
             shutil.copytree(self.base / source.id, self.base / info.id, dirs_exist_ok=True)
-        return ty.ForkResult(snapshot=str(uuid.uuid4()), forks=forks, paused_ms=1, total_ms=2)
+        state = str(uuid.uuid4())
+        self.states[state] = source.id
+        return ty.ForkResult(snapshot=state, forks=forks, paused_ms=1, total_ms=2)
 
     async def checkpoint(self, request: rq.TakeCheckpoint, caller: Caller) -> ty.CheckpointInfo:
         return ty.CheckpointInfo(

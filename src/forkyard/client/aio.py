@@ -55,6 +55,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
             )
         self._transport = AsyncTransport(settings.home, settings.socket, start=start)
         self._leased: dict[str, int] = {}
+        self._pools = set()
 
     def __getstate__(self) -> dict[str, Any]:
         transport = self._transport
@@ -63,6 +64,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._transport = AsyncTransport(state["home"], state["socket"], start=state["start"])
         self._leased = {}
+        self._pools = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,7 +75,10 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
         await self.close()
 
     async def close(self) -> None:
-        """End the leases taken through this client (its ephemeral sandboxes go) and its connections."""
+        """End the leases taken through this client (its ephemeral sandboxes go), its pools and its
+        connections."""
+        while self._pools:
+            await self._pools.pop().close()
         mine = [sandbox for sandbox, pid in list(self._leased.items()) if pid == os.getpid()]
         self._leased.clear()
         if mine:

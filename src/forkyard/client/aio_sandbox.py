@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forkyard.client.aio_files import Data
     from forkyard.client.aio_process import AsyncProcess
     from forkyard.client.aio_running import Keep
+    from forkyard.client.pools import AsyncPool
 
 
 class AsyncSandbox:
@@ -128,6 +129,10 @@ class AsyncSandbox:
     async def explore(self, variants: Sequence[str | Sequence[str] | Mapping[str, Any]], *, image: str | None=None, timeout_s: float | None=None, parallel: int | None=None, keep: Chooser='fastest', ephemeral: bool | None=None, on_progress: Progress | None=None, lease: str | None=None) -> ty.ExploreResult:
         """See :meth:`AsyncClient.explore`; ``source`` is this one."""
         return await self.client.explore(self.id, variants=variants, image=image, timeout_s=timeout_s, parallel=parallel, keep=keep, ephemeral=ephemeral, on_progress=on_progress, lease=lease)
+
+    def pool(self, size: int, **options: Any) -> AsyncPool:
+        """See :meth:`AsyncClient.pool`; ``source`` is this one."""
+        return self.client.pool(self.id, size=size, **options)
 
     async def shell(self, command: str, *, timeout_s: float | None=None, cwd: str | None=None, env: Mapping[str, str] | None=None, user: str | None=None, stdin: Stdin=None, login: bool=False, merge: bool=False, max_output: int=DEFAULT_MAX_OUTPUT, keep: Keep='both', check: bool=False, request_id: str | None=None) -> ExecResult:
         """See :meth:`AsyncClient.shell`; ``sandbox`` is this one."""

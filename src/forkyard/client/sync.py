@@ -57,6 +57,7 @@ class Client(Running, Files, Branching, Templates):
             )
         self._transport = Transport(settings.home, settings.socket, start=start)
         self._leased: dict[str, int] = {}
+        self._pools = set()
 
     def __getstate__(self) -> dict[str, Any]:
         transport = self._transport
@@ -65,6 +66,7 @@ class Client(Running, Files, Branching, Templates):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._transport = Transport(state["home"], state["socket"], start=state["start"])
         self._leased = {}
+        self._pools = set()
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +77,10 @@ class Client(Running, Files, Branching, Templates):
         self.close()
 
     def close(self) -> None:
-        """End the leases taken through this client (its ephemeral sandboxes go) and its connections."""
+        """End the leases taken through this client (its ephemeral sandboxes go), its pools and its
+        connections."""
+        while self._pools:
+            self._pools.pop().close()
         mine = [sandbox for sandbox, pid in list(self._leased.items()) if pid == os.getpid()]
         self._leased.clear()
         if mine:

@@ -13,6 +13,7 @@ from forkyard import types as ty
 from forkyard.client import _protocol as protocol
 from forkyard.client import materials
 from forkyard.client.sync_transport import Transport
+from forkyard.client.pools import Pool
 
 Chooser = str | Callable[[list[ty.VariantResult]], Any]
 Progress = Callable[[rq.ExploreEvent], None]
@@ -22,6 +23,7 @@ class Branching:
     _transport: Transport
     _took: Callable[..., None]
     prepare: Callable[..., Any]
+    _pools: set[Pool]
 
     def diff(self, sandbox: str, since: str | None = None) -> ty.Diff:
         """What changed on its disk, computed by the daemon from the disk itself; the sandbox is not asked.
@@ -121,6 +123,20 @@ class Branching:
                 raise
         asked.source = self._template_of(source)
         return self._explore(asked, keep, on_progress)
+
+    def pool(self, source: str, size: int, **options: Any) -> Pool:
+        """``size`` running copies made ahead: ``acquire()`` gives one at once, and another is made
+        behind it. A context manager: what is ready is deleted at its end.
+
+        Args:
+            source: A sandbox (as it is when the first copies are made), snapshot, checkpoint or template.
+            size: From 1 to 1000. Each counts as a sandbox from the moment that it is ready.
+            options: As for :meth:`fork`, but for names and leases: copies are ephemeral, and end with
+                this process at the latest. ``ttl_min`` counts from when one is made.
+        """
+        made = Pool(self, source, size, options)  # type: ignore[arg-type]
+        self._pools.add(made)
+        return made
 
     def _template_of(self, image: str) -> str:
         (made,) = self.prepare([{"image": image}])
