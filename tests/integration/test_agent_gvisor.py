@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,19 +15,22 @@ from agent_box import Box, write_rootfs
 
 from forkyard.errors import AccessDeniedError, UnavailableError
 from forkyard.guest import Guest, Identity, SpawnSpec
+from forkyard.setup.borrow import SYSTEM_HOME
+from forkyard.setup.runsc import read_engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import plain_agent
 from plain_agent import run, sh
 
 pytestmark = pytest.mark.root
-RUNSC = os.environ.get("FORKYARD_RUNSC") or shutil.which("runsc")
+KNOWN = read_engine(SYSTEM_HOME)
+RUNSC = os.environ.get("FORKYARD_RUNSC") or (KNOWN and KNOWN["runsc"])
 
 
 @pytest.fixture(scope="session")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not RUNSC or not os.access(RUNSC, os.X_OK):
-        pytest.skip("no runsc: set FORKYARD_RUNSC or put it on the PATH")
+        pytest.fail("set-up has chosen no runsc: run `make setup` first")
     return plain_agent.build(tmp_path_factory.mktemp("agent"))
 
 
