@@ -113,6 +113,9 @@ def bury() -> None:
             await context.audit.close()
 
         asyncio.run(close())
+        # With its descriptor the file system would stay mounted after the home has gone.
+        if (backend := getattr(life._disks, "_backend", None)) is not None:
+            backend.close()
         for sandbox in context.sandboxes:
             box = sandbox.box
             if box is not None:
