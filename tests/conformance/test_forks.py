@@ -285,6 +285,11 @@ async def test_a_failed_rewind_keeps_the_present(yard: TestYard, box: str) -> No
         machines.engine = real
     assert (await yard.info(box)).state == "running"
     assert await yard.read(box, "file") == b"present"
+    # and it is watched as before: its death is noticed
+    sandbox = yard.context.sandboxes.get(box)
+    assert sandbox.box is not None
+    await yard.engine.sweep(sandbox.box.machine.spec.dir)
+    await until(lambda: sandbox.doc.state == "failed", "its death is noticed")
     assert (await yard.rewind(box)).state == "running"
     assert await yard.read(box, "file") == b"kept"
 

@@ -69,6 +69,7 @@ class Clients:
         self.failed = 0
         self.cut = 0
         self.log: list[str] = []
+        self.renames: dict[str, str] = {}  # those under way: the new name and the old one
 
     # -- choosing
 
@@ -118,6 +119,8 @@ class Clients:
             "rename": [name, fresh],
         }
         names = touched.get(verb, [name])
+        if verb == "rename":
+            self.renames[fresh] = name
         model.open.update(dict.fromkeys(names, verb))
         known = model.sandboxes.get(name)
         content = f"{fresh}".encode()
@@ -137,6 +140,7 @@ class Clients:
             # or was done whole, which the next look at the yard says.
             await self._look(yard, names)
         self.done += 1
+        self.renames.pop(fresh, None)
         for each in names:
             model.open.pop(each, None)
 
@@ -230,6 +234,12 @@ class Clients:
     async def _look(self, yard: TestYard, names: list[str]) -> None:
         """Take over what there is of names whose outcome is not known, if it is possible at all."""
         model = self.model
+        for fresh, name in self.renames.items():
+            there = yard.context.sandboxes.find(name) or yard.context.sandboxes.find(fresh)
+            if name in names and there is not None:
+                async with there.lock:
+                    if there.doc.name == fresh and name in model.sandboxes:
+                        model.sandboxes[fresh] = model.sandboxes.pop(name)
         for name in names:
             there = yard.context.sandboxes.find(name)
             if there is not None:  # what a client gave up may be coming to its end
@@ -278,6 +288,7 @@ class Clients:
                 await yard.delete(sandbox.id)
         await self._look(yard, list(self.model.open))
         self.model.open.clear()
+        self.renames.clear()
         await self.compare(yard)
 
     async def compare(self, yard: TestYard) -> None:

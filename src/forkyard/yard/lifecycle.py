@@ -418,8 +418,8 @@ class Lifecycle:
             if sandbox.box is not None and sandbox.box is not old_box:
                 await self.release(sandbox)
         _restore(doc, before)
-        if old_box is not None and sandbox.box is not old_box:
-            self.bind(sandbox, old_box)
+        if old_box is not None and old_box.id not in self._boxes:
+            self.bind(sandbox, old_box)  # also where none took its place: its death is to be heard of
         sandbox.signal()
 
     def _unbind(self, sandbox: Sandbox) -> None:
