@@ -119,11 +119,13 @@ def test_what_the_host_lost_is_tried_again(client: Client, yard: YardHome) -> No
 
 def test_a_killed_daemon_costs_no_sample(client: Client, yard: YardHome) -> None:  # noqa: F811
     killed: list[int] = []
+    once = threading.Lock()
 
     def policy(sandbox: Any, task: Task) -> None:
-        if not killed:
-            killed.append(yard.pid)
-            os.kill(killed[0], signal.SIGKILL)
+        with once:
+            if not killed:
+                killed.append(yard.pid)
+                os.kill(killed[0], signal.SIGKILL)
         kit.solve(sandbox, task)
 
     report = evaluate([kit.task()], policy, samples=2, client=client, parallel=2)

@@ -345,7 +345,7 @@ async def test_an_exit_is_kept_until_it_is_fetched(wire: Wire) -> None:
         first = Guest(*wire.open(), box="test")
         await first.attach(tg)
         process = await spawn(first, "echo out; exit 3")
-        await until(lambda: not alive(process.pid))
+        await until(lambda: not Path(f"/proc/{process.pid}").exists())  # the agent has collected it
         await first.close()
         second = Guest(*wire.open(), box="test")
         info = await second.attach(tg)
