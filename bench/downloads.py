@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def _ours(bench: Bench) -> list[Forkyard]:
 
 
 def _curl(url: str, *, inside: bool = False) -> list[str]:
-    through = ["-p", "-x", "http://127.0.0.1:3128"] if inside else ["--noproxy", "*"]
+    through = ["-p", "-x", "http://127.0.0.1:3128", "--noproxy", ""] if inside else ["--noproxy", "*"]
     return ["curl", "-sS", "-f", *through, "-o", "/dev/null", url]
 
 
@@ -62,17 +63,14 @@ def _beside(bench: Bench, ours: Forkyard, url: str, port: int) -> None:
     try:
         for loaded in (False, True):
             if loaded:
-                script = f"while :; do {' '.join(_curl(url, inside=True))}; done"
-                fetching = [
-                    ours.client.spawn(box, ["sh", "-c", script], detach=True) for _ in range(AT_ONCE)
-                ]
+                script = f"while :; do {shlex.join(_curl(url, inside=True))}; done"
+                for _ in range(AT_ONCE):
+                    ours.client.spawn(box, ["sh", "-c", script], detach=True)
                 time.sleep(1)
             metric = f"exec `true`, {f'beside {AT_ONCE} downloads' if loaded else 'alone in its sandbox'}"
             for index in range(-1, COMMANDS):
                 with bench.timed(metric, ours.name, index):
                     ours.run(box, TRUE)
-        for process in fetching:
-            process.kill()
     finally:
         ours.end(box)
 

@@ -86,7 +86,11 @@ def _run(
                 bench.failures.append(f"{contender.name}: {type(error).__name__}: {error}")
                 note(f"  failed: {bench.failures[-1]}")
         for name in wanted:
-            MEASURED[name](bench)
+            try:
+                MEASURED[name](bench)
+            except Exception as error:  # what the others gave is kept
+                bench.failures.append(f"{name}: {type(error).__name__}: {error}")
+                note(f"  failed: {bench.failures[-1]}")
         about["load_after"] = round(os.getloadavg()[0], 2)
     machine.reap()
 

@@ -96,6 +96,7 @@ class Settings:
     platform: str = "auto"
     max_sandboxes: int = 500
     mem_mb: int | None = None
+    build_cache_gb: int = 20
     defaults: Defaults = field(default_factory=Defaults)
 
 
@@ -180,6 +181,7 @@ KEYS: dict[str, Key] = {
         Key("platform", _one_of("auto", "systrap", "ptrace", "kvm"), "auto, systrap, ptrace or kvm"),
         Key("max_sandboxes", _whole(1), "a whole number of at least 1"),
         Key("mem_mb", _whole(64), "a whole number of at least 64"),
+        Key("build_cache_gb", _whole(0), "a whole number"),
         Key("defaults.template", _text, "a template's name"),
         Key("defaults.type", _one_of(*TYPES), f"one of {', '.join(TYPES)}"),
         Key("defaults.cpus", _positive, "a number above 0"),

@@ -135,7 +135,7 @@ def test_a_deleted_open_file_survives_on_the_newest(newest_yard: YardHome) -> No
 def test_more_than_the_memory_fits_in_tmp(client: Client) -> None:  # noqa: F811
     client.create_sandbox("a", mem_mb=1024)
     box = client.sandbox("a")
-    fill = "chunk = b'x' * (1 << 20)\nwith open('/tmp/big', 'wb') as f:\n  for _ in range(1200): f.write(chunk)"
+    fill = "f = open('/tmp/big', 'wb')\nfor _ in range(1200): f.write(b'x' * (1 << 20))"
     box.exec(["python3", "-c", fill], check=True)
     assert client.usage("a").mem_mb < 300
     assert box.shell("stat -c %s /tmp/big; tail -c 2 /tmp/big").stdout == f"{1200 << 20}\nxx"

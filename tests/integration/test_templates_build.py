@@ -145,6 +145,28 @@ def test_the_same_input_is_built_once(templates: Client, context: Path) -> None:
     assert templates.read_text(started(templates, "cached2").id, "/home/user/first") == when
 
 
+def test_a_cache_that_grew_too_large_is_dropped(
+    templates: Client, tmp_path: Path, yard: YardHome
+) -> None:
+    config = yard.home / "config.toml"
+    before = config.read_text() if config.exists() else ""
+    config.write_text(f"{before}build_cache_gb = 0\n")
+    templates.shutdown()
+    try:
+        for text in ("one", "two"):
+            (tmp_path / "Dockerfile").write_text(f"FROM forkyard/base\nRUN echo {text} > /home/user/said\n")
+            templates.build_template(text, tmp_path)
+            assert not (yard.home / "builds" / "storage").exists()
+            templates.create_sandbox(text, template=text)
+            assert templates.read_text(text, "said") == f"{text}\n"
+    finally:
+        config.write_text(before)
+        templates.shutdown()
+    (tmp_path / "Dockerfile").write_text("FROM forkyard/base\nRUN true\n")
+    templates.build_template("three", tmp_path)
+    assert (yard.home / "builds" / "storage").exists()
+
+
 def test_failures_name_the_instruction(templates: Client, context: Path) -> None:
     (context / "Bad").write_text("FROM forkyard/base\nRUN true\nRUN echo some words; echo more >&2; exit 3\n")
     with pytest.raises(CommandFailedError) as failed:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forkyard.errors import CommandFailedError, InternalError, InvalidRequestError, NotFoundError
-from forkyard.host.files import rmtree, write_atomic
+from forkyard.host.files import rmtree, tree_bytes, write_atomic
 from forkyard.oci import dockerfile
 from forkyard.oci import image as images
 from forkyard.oci.image import Image
@@ -89,13 +89,19 @@ class _Listener:
 
 
 class Builder:
-    """Builds recipes, each input once; instructions that were built before come out of a cache."""
+    """Builds recipes, each input once; instructions that were built before come out of a cache.
 
-    def __init__(self, templates: Templates, tools: Tools, material: Material) -> None:
+    Args:
+        cache_bytes: What the cache may hold; with more it is dropped, when nothing builds.
+    """
+
+    def __init__(self, templates: Templates, tools: Tools, material: Material, cache_bytes: int) -> None:
         self.templates = templates
         self.tools = tools
         self.material = material
+        self.cache_bytes = cache_bytes
         self._offering = asyncio.Lock()
+        self._building = 0
 
     async def recipe(self, spec: TemplateSpec, deposit: Path | None, scratch: Path) -> Recipe:
         """Unpack the context into ``scratch/context``, and read the Dockerfile."""
@@ -119,6 +125,24 @@ class Builder:
         Raises:
             CommandFailedError: an instruction failed; the message has it and what it printed.
         """
+        self._building += 1
+        try:
+            made = await self._build(recipe, scratch, say)
+        finally:
+            self._building -= 1
+        if not self._building:
+            await self._bound_the_cache(scratch)
+        return made
+
+    async def _bound_the_cache(self, scratch: Path) -> None:
+        """All or nothing: which of its layers will be wanted, nobody knows."""
+        held = await asyncio.to_thread(tree_bytes, self.tools.storage)
+        if held > self.cache_bytes and not self._building:
+            gone = scratch / "gone"
+            self.tools.storage.rename(gone)  # a build that begins now makes another one
+            await asyncio.to_thread(rmtree, gone)
+
+    async def _build(self, recipe: Recipe, scratch: Path, say: Say) -> Made:
         spec = recipe.spec
         await self.tools.require("buildah", say)
         await self.tools.require("skopeo", say)

@@ -74,7 +74,7 @@ class Making:
         self.snapshots = snapshots
         self.tools = tools
         material = Material(context)
-        self.builder = Builder(templates, tools, material)
+        self.builder = Builder(templates, tools, material, context.settings.build_cache_gb << 30)
         self.puller = Puller(templates, tools, material)
         self._shared: dict[str, _Shared] = {}
 
