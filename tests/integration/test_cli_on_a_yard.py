@@ -254,3 +254,15 @@ def test_a_loop_of_execs_is_quick(own_yard: OwnYard, box: str) -> None:  # noqa:
         assert own_yard.run("exec", "-n", box, "true").returncode == 0
         times.append(time.monotonic() - started)
     assert sorted(times)[len(times) // 2] < 1.0, times
+
+
+def test_a_daemon_that_stopped_still_ends_its_sandboxes(own_yard: OwnYard, box: str) -> None:  # noqa: F811
+    told = own_yard.run("daemon", "stop").stderr.decode()
+    assert "--sandboxes delete" in told
+    assert "has stopped" in own_yard.run("daemon", "stop", "--sandboxes", "delete").stderr.decode()
+    assert own_yard.names() == []
+
+
+def test_a_group_alone_shows_its_verbs(own_yard: OwnYard) -> None:  # noqa: F811
+    told = own_yard.run("snapshots")
+    assert told.returncode == 2 and b"\n  ls " in told.stderr and b"\n  delete " in told.stderr

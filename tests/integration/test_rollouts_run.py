@@ -338,6 +338,10 @@ def test_grading_again_needs_no_policy(client: Client, tmp_path: Path) -> None: 
     assert Report.load(tmp_path).outcomes == report.outcomes
     with pytest.raises(NotFoundError):
         regrade(tmp_path / "no-run", Answer())
+    with pytest.raises(InvalidRequestError, match="does not keep how it was graded"):
+        regrade(tmp_path, client=client)
+    with pytest.raises(InvalidRequestError, match="neither a grader nor a function"):
+        regrade(tmp_path, {"a": Answer("41")}, client=client)  # type: ignore[arg-type]
 
 
 def test_a_grader_that_fails_is_not_the_policys_fault(client: Client) -> None:  # noqa: F811

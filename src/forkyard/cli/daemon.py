@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forkyard import errors
+from forkyard import config, errors
 from forkyard.cli.app import App, note, pass_app
 from forkyard.cli.output import print_fields, print_json
 from forkyard.cli.params import json_option
@@ -56,11 +56,19 @@ Examples:
 def daemon_stop(app: App, sandboxes: str) -> None:
     """Stop the daemon."""
     try:
-        pid = _stop(app, sandboxes)
+        pid, left = _stop(app, sandboxes)
     except errors.UnavailableError:
-        note("no daemon runs")
-        return
+        if sandboxes == "keep" or not (config.load().home / "catalog.db").exists():
+            note("no daemon runs")
+            return
+        # What sandboxes there are, and how to end them, a daemon knows.
+        app.client.health()
+        app.close()
+        pid, left = _stop(app, sandboxes)
     note(f"the daemon (pid {pid}) has stopped")
+    if left and sandboxes == "keep":
+        note(f"{left} sandboxes are kept, and what of them ran runs on; to end them: "
+             "forkyard daemon stop --sandboxes delete")
 
 
 @daemon_verb.command("restart", epilog="""\b
@@ -76,14 +84,15 @@ def daemon_restart(app: App, as_json: bool) -> None:
     _show(app.client.health(), as_json)
 
 
-def _stop(app: App, sandboxes: str) -> int:
-    """Stop the daemon and wait until its process is gone; gives its pid."""
+def _stop(app: App, sandboxes: str) -> tuple[int, int]:
+    """Stop the daemon and wait until its process is gone; gives its pid and how many sandboxes it had."""
     with app.running_client() as client:
-        pid = client.health().pid
+        health = client.health()
+        pid = health.pid
         try:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
-            return pid
+            return pid, health.sandboxes
         try:
             client.shutdown(sandboxes)
             if not select.select([handle], [], [], PATIENCE_S)[0]:
@@ -91,7 +100,7 @@ def _stop(app: App, sandboxes: str) -> int:
                                            hint="see daemon.log in FORKYARD_HOME")
         finally:
             os.close(handle)
-    return pid
+    return pid, health.sandboxes
 
 
 def _show(health: Health, as_json: bool) -> None:

@@ -144,6 +144,9 @@ def run(args: Sequence[str], app: App | None = None, *, program: str = "forkyard
         result = cli.main(args=list(args), prog_name=program, standalone_mode=False, obj=app)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return EXIT_USAGE
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else program
         report(_lower(error.format_message()), f"{path} --help")

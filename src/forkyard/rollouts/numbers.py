@@ -163,7 +163,7 @@ def cluster_interval(
             hint="bounds= takes the least and the greatest value there can be",
         )
     if not values:
-        return Interval(math.nan, math.nan, "none", "no task has the samples for it")
+        return Interval(math.nan, math.nan, "none", "of nothing: no task has enough samples")
     numpy, special = _libraries()
     sums, sizes = _by_cluster(numpy, values, clusters)
     count = len(sums)

@@ -12,7 +12,7 @@ from typing import Any
 
 from forkyard.client.aio import AsyncClient
 from forkyard.client.sync import Client
-from forkyard.errors import ForkyardError, NotFoundError
+from forkyard.errors import ForkyardError, InvalidRequestError, NotFoundError
 from forkyard.rollouts import grading
 from forkyard.rollouts import journal as jn
 from forkyard.rollouts.clients import both, run_sync
@@ -41,15 +41,30 @@ async def aregrade(
 
     Args:
         run: Its directory, or its report.
-        grader: One for all tasks, or a function of the task. None: each task's own in ``tasks``.
+        grader: One for all tasks, or a function of the task: where each task has hidden tests of its own,
+            ``lambda task: graders[task.id]``. None: each task's own in ``tasks``.
         tasks: The tasks, where they are not in the run, or the graders to use.
 
     Raises:
         NotFoundError: no such run, or a task of it is neither stored nor given.
+        InvalidRequestError: no grader: a run keeps what its tasks were, but not how they were graded.
     """
+    if grader is not None and not callable(grader) and not hasattr(grader, "grade"):
+        raise InvalidRequestError(
+            f"grader={grader!r:.100} is neither a grader nor a function of the task",
+            hint="lambda task: graders[task.id]",
+        )
     report = run if isinstance(run, Report) else Report.load(run)
     mine = both(client)
     known = {task.id: task for task in (*report.tasks, *tasks)}
+    without = {sample.task for sample in report.samples if sample.outcome in GRADED} - {
+        name for name, task in known.items() if task.grader is not None
+    }
+    if grader is None and without:
+        raise InvalidRequestError(
+            f"no grader for {', '.join(sorted(without)[:3])}: a run does not keep how it was graded",
+            hint="pass grader= (one, or a function of the task), or tasks= that have theirs",
+        )
     if report.out is not None:
         known = _stored(report.out, grader) | known
     slots = asyncio.Semaphore(gradings_at_once())

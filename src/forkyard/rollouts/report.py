@@ -30,6 +30,7 @@ from forkyard.rollouts.numbers import (
 from forkyard.rollouts.types import Sample, Task
 from forkyard.types import Diff, Record
 
+TASKS_SHOWN = 10
 INVALID = ("infra", "grader_error", "timeout_contended")
 # As many of the reasons for an outcome are printed.
 REASONS = 3
@@ -296,6 +297,13 @@ class Report:
         shown = [f"{count} x {textwrap.shorten(why, 150)}" for why, count in told.most_common(REASONS) if why]
         return shown + ([f"... {len(told) - REASONS} other reasons"] if len(told) > REASONS else [])
 
+    def _not_all_passed(self) -> list[str]:
+        """The tasks of which some samples did not pass, the worst first."""
+        rows = sorted((row for row in self.table if row.passed < row.samples), key=lambda row: row.passed)
+        lines = [f"  {row.task}: {row.passed} of {row.samples} passed" for row in rows[:TASKS_SHOWN]]
+        more = len(rows) - len(lines)
+        return lines + ([f"  ... and {more} other tasks: see report.table"] if more else [])
+
     def __str__(self) -> str:
         score = self.score
         lines = [f"run {self.run}: {len(self.samples)} samples of {len(self.table)} tasks"]
@@ -306,12 +314,13 @@ class Report:
             lines.append(f"  {ungraded} have no grader: that they passed says that the policy returned")
         lines.append(f"  score              {score.value:.3f} {score.interval}")
         if any(sample.outcome in INVALID for sample in self.samples):
-            lines.append(f"  ... host losses failed  {score.strict:.3f} {score.strict_interval}")
+            lines.append(f"  with what is not scored as failed  {score.strict:.3f} {score.strict_interval}")
         for rate in self.rates:
             short = f", {len(rate.short)} tasks have too few samples" if rate.short else ""
             lines.append(f"  {rate.name:18} {rate.value:.3f} {rate.interval} over {rate.tasks} tasks{short}")
         if retries := sum(sample.retries for sample in self.samples):
             lines.append(f"  retries            {retries}")
+        lines += self._not_all_passed()
         if self.identical:
             lines.append(f"  identical samples in {len(self.identical)} tasks: see report.identical")
         lines.append(f"  note: an interval {score.interval.note}")
