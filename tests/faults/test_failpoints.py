@@ -73,11 +73,11 @@ async def sound(yard: TestYard) -> None:
     said: list[str] = []
 
     async def nothing_wrong() -> bool:
-        said[:] = await wrong(yard)
+        # what a client gave up may still be coming to its end
+        said[:] = await wrong(yard) or await unusable(yard)
         return not said
 
     await until(nothing_wrong, lambda: f"all is well: {said}", timeout_s=10)
-    assert await unusable(yard) == []
 
 
 async def kept(yard: TestYard, operation: Operation) -> None:

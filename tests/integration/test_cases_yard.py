@@ -474,8 +474,8 @@ def test_27_a_hundred_checkpoints(client: Client, box: Sandbox) -> None:  # noqa
     for number in range(100):
         box.shell(f"echo {number} > number; echo {number} >> log")
         paused.append(box.checkpoint(label=str(number)).paused_ms)
-    first, last = sorted(paused[:10])[5], sorted(paused[-10:])[5]
-    assert last <= 2 * first + 10, (first, last)
+    # The quickest of each twenty: what else the machine does only adds to them.
+    assert min(paused[-20:]) <= 2 * min(paused[:20]) + 10, paused
     assert len(client.list_checkpoints("a")) == 100
     for number in (99, 50, 3):
         client.rewind("a", to=str(number))
@@ -495,7 +495,7 @@ def test_27_a_hundred_generations(client: Client) -> None:  # noqa: F811
         client.shell(f"g-{depth}", f"echo {depth} >> depth", check=True)
     assert client.read_text("g-120", "depth") == "".join(f"{n}\n" for n in range(121))
     assert client.shell("g-120", "kill -0 $(cat pid)").ok
-    assert sorted(took[-20:])[10] < 2 * sorted(took[:20])[10] + 0.1, (took[:20], took[-20:])
+    assert min(took[-20:]) < 2 * min(took[:20]) + 0.1, (took[:20], took[-20:])
 
 
 # -- 28: a guest that does not help --------------------------------------------------------------------

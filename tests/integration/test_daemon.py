@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from host_state import processes_of
 from own_yard import OwnYard, own_yard, programs, yard  # noqa: F401
 
-from forkyard import Client, NotFoundError
+from forkyard import Client, ForkyardError, NotFoundError
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 DEADLINE_S = 30
@@ -133,3 +136,30 @@ def test_where_the_daemon_says_it_is(own_yard: OwnYard, client: Client) -> None:
     health = client.health()
     assert (about["pid"], about["socket"]) == (health.pid, health.socket)
     assert (own_yard.home / "daemon.sock").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("delay_s", [0.1, 0.3, 0.6])
+def test_a_shutdown_ends_also_what_is_being_made(
+    client: Client, own_yard: OwnYard, delay_s: float  # noqa: F811
+) -> None:
+    client.create_sandbox("source")
+    client.snapshot("source", "state")
+    before = client.health().pid
+
+    def forks() -> None:
+        with Client(home=own_yard.home, start=False) as mine, contextlib.suppress(ForkyardError):
+            while True:
+                mine.fork("state", 2)
+
+    with ThreadPoolExecutor(2) as pool:
+        making = [pool.submit(forks) for _ in range(2)]
+        time.sleep(delay_s)
+        with Client(home=own_yard.home, start=False) as other:
+            other.shutdown("delete")
+        until(lambda: not Path(f"/proc/{before}").exists())
+        # Whoever ends sandboxes with the daemon means all of them.
+        assert [line for line in processes_of(own_yard.home) if "runsc" in line] == []
+        for one in making:
+            one.result(DEADLINE_S)
+    assert client.list_sandboxes() == []
+    client.delete_snapshot("state")

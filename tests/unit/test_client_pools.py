@@ -86,16 +86,33 @@ def test_what_cannot_be_made_is_said(client: Client, monkeypatch: pytest.MonkeyP
         for _ in range(2):
             with pytest.raises(NotFoundError, match="nobody"):
                 pool.acquire()
-    with client.pool("box", 65) as pool, pytest.raises(CapacityError):  # 64 fit
-        pool.acquire()
+    with client.pool("box", 65) as pool:  # 64 fit at once
+        pool.acquire(DEADLINE_S)
     for size in (0, 1001, "3"):
         with pytest.raises(InvalidRequestError):
             client.pool("box", size)
-    with pytest.raises(InvalidRequestError, match="names"):
-        client.pool("box", 2, names=["a", "b"])
+    for options in ({"names": ["a", "b"]}, {"ttl_min": 1}, {"bogus": 1}):
+        with pytest.raises(InvalidRequestError, match=f"takes no {min(options)}"):
+            client.pool("box", 2, **options)
     with pytest.raises(ConflictError, match="closed"):
         pool.acquire()
-    assert names(client) == {"box"}
+
+
+@pytest.mark.parametrize("error", [CapacityError("full", retryable=True), RuntimeError("unforeseen")])
+def test_whatever_stands_in_the_way_is_told(
+    client: Client, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    real = client.fork
+    monkeypatch.setattr(pools, "RETRY_S", 0.01)
+    monkeypatch.setattr(client, "fork", fails)
+    with client.pool("box", 2) as pool:
+        with pytest.raises(type(error), match=str(error)):
+            pool.acquire(DEADLINE_S)
+        monkeypatch.setattr(client, "fork", real)
+        assert pool.acquire(DEADLINE_S).name in names(client)
 
 
 def test_nobody_waits_longer_than_told(
@@ -149,6 +166,17 @@ def test_the_asynchronous_one(daemon: ThreadedDaemon, client: Client) -> None:
                 async with asyncio.timeout(DEADLINE_S):
                     while pool.ready < 2:  # noqa: ASYNC110
                         await asyncio.sleep(0.002)
+            assert len(await client.list_sandboxes()) == 7
+            pool = client.pool("box", 3)
+            async with asyncio.timeout(DEADLINE_S):
+                while pool.ready < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+            for _ in range(3):
+                closing = asyncio.create_task(pool.close())
+                await asyncio.sleep(0.001)
+                closing.cancel()
+                await asyncio.wait([closing])
+            await pool.close()
             assert len(await client.list_sandboxes()) == 7
             async with client.pool("nobody", 1) as pool:
                 with pytest.raises(NotFoundError):

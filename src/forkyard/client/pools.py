@@ -26,33 +26,45 @@ __all__ = ["AsyncPool", "Pool"]
 RETRY_S = 1.0
 """After a refusal for want of room, or a daemon that went."""
 MAX_SIZE = 1000
-_FIXED = {"n", "names", "prefix", "ephemeral", "lease", "request_id", "wait_s"}
+_OPTIONS = {
+    *("type", "cpus", "mem_mb", "disk_mb", "env", "egress", "egress_allow"),
+    *("auto_stop_min", "labels", "memory"),
+}
 
 
 class _Stock:
     """What a pool has and lacks, whoever fills it."""
 
     def __init__(self, source: str, size: int, options: dict[str, Any]) -> None:
-        if not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_SIZE:
             raise errors.InvalidRequestError(f"size={size!r} is no number from 1 to {MAX_SIZE}")
-        if fixed := _FIXED & options.keys():
-            raise errors.InvalidRequestError(f"a pool chooses {min(fixed)} itself")
+        if unknown := options.keys() - _OPTIONS:
+            raise errors.InvalidRequestError(
+                f"a pool takes no {min(unknown)}", hint=f"it takes {', '.join(sorted(_OPTIONS))}"
+            )
         self.source = source
         self.size = size
         self.options = options | {"ephemeral": True}
         self.ready: deque[SandboxInfo] = deque()
-        self.failure: errors.ForkyardError | None = None
+        self.failure: Exception | None = None
         self.waiting = 0
         self.closed = False
         self.owner = os.getpid()
         self._state: str | None = None
+        self._one_by_one = False
 
     @property
     def missing(self) -> int:
         """So many copies are to be made now."""
-        if self.closed or (self.failure is not None and not self.waiting and not self.failure.retryable):
+        if self.closed or (self.failure is not None and not self.waiting and not self._may_pass):
             return 0
-        return self.size + self.waiting - len(self.ready)
+        wanted = self.size + self.waiting - len(self.ready)
+        # All or none would be none where fewer fit.
+        return min(wanted, 1) if self._one_by_one else wanted
+
+    @property
+    def _may_pass(self) -> bool:
+        return isinstance(self.failure, errors.ForkyardError) and self.failure.retryable
 
     def origin(self) -> str:
         """What to fork: the state of the first time, as long as it is there. A sandbox goes on meanwhile,
@@ -62,30 +74,32 @@ class _Stock:
     def add(self, made: ForkResult) -> None:
         self._state = made.snapshot or None
         self.failure = None
+        self._one_by_one = False
         self.ready.extend(made.forks)
 
-    def failed(self, error: errors.ForkyardError) -> bool:
-        """Note it; whether to go on at once. The state goes with the last copy of it."""
+    def failed(self, error: Exception, asked: int) -> bool:
+        """Note it; whether to go on at once: the state goes with the last copy of it, and where ``asked``
+        do not fit, fewer may."""
         if isinstance(error, errors.NotFoundError) and self._state is not None:
             self._state = None
+            return True
+        if isinstance(error, errors.CapacityError) and asked > 1:
+            self._one_by_one = True
             return True
         self.failure = error
         return False
 
     def take(self) -> SandboxInfo | None:
         """A copy, or None if there is none yet."""
+        self.check_owner()
         if self.closed:
             raise errors.ConflictError("the pool is closed")
-        if self.owner != os.getpid():
-            raise errors.ConflictError(f"the pool is process {self.owner}'s", hint="make one in this process")
         return self.ready.popleft() if self.ready else None
 
-    def close(self) -> list[SandboxInfo]:
-        """What is to be deleted: nothing in a child process, which has but a copy of the list."""
-        self.closed = True
-        mine = list(self.ready) if self.owner == os.getpid() else []
-        self.ready.clear()
-        return mine
+    def check_owner(self) -> None:
+        """Raises ConflictError in a child process, in which nobody fills the pool."""
+        if self.owner != os.getpid():
+            raise errors.ConflictError(f"the pool is process {self.owner}'s", hint="make one in this process")
 
     def settled(self) -> bool:
         """Whether there is an answer for who waits."""
@@ -131,6 +145,7 @@ class Pool:
             DeadlineError: none was ready in time. ConflictError: the pool is closed.
         """
         stock = self._stock
+        stock.check_owner()  # before the lock, which a thread of the parent may have held at the fork
         with self._changed:
             taken = stock.take()
             if taken is None:
@@ -140,9 +155,9 @@ class Pool:
                 try:
                     if not self._changed.wait_for(stock.settled, timeout_s):
                         raise stock.late(timeout_s)
-                    taken = stock.answer()
                 finally:
                     stock.waiting -= 1
+                taken = stock.answer()
             self._changed.notify_all()
         return taken
 
@@ -156,9 +171,9 @@ class Pool:
                 origin, n = stock.origin(), stock.missing
             try:
                 made = self._client.fork(origin, n, **stock.options)
-            except errors.ForkyardError as error:
+            except Exception as error:  # whoever waits is told
                 with self._changed:
-                    if not stock.failed(error):
+                    if not stock.failed(error, n):
                         self._changed.notify_all()
                         self._changed.wait_for(lambda: stock.closed, RETRY_S)
                 continue
@@ -170,13 +185,14 @@ class Pool:
         """Delete what is ready. Copies that were acquired stay their owner's."""
         self._client._pools.discard(self)
         self._stock.closed = True
-        if self._stock.owner == os.getpid():
-            with self._changed:
-                self._changed.notify_all()
-            self._thread.join()
-        for info in self._stock.close():
+        if self._stock.owner != os.getpid():
+            return
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+        while self._stock.ready:
             with contextlib.suppress(errors.NotFoundError, errors.UnavailableError):
-                self._client.delete_sandbox(info.id)
+                self._client.delete_sandbox(self._stock.ready.popleft().id)
 
     def __enter__(self) -> Pool:
         return self
@@ -221,11 +237,11 @@ class AsyncPool:
                 try:
                     async with asyncio.timeout(timeout_s):
                         await self._changed.wait_for(stock.settled)
-                    taken = stock.answer()
                 except TimeoutError:
                     raise stock.late(timeout_s) from None
                 finally:
                     stock.waiting -= 1
+                taken = stock.answer()
             self._changed.notify_all()
         return taken
 
@@ -239,9 +255,9 @@ class AsyncPool:
                 origin, n = stock.origin(), stock.missing
             try:
                 made = await self._client.fork(origin, n, **stock.options)
-            except errors.ForkyardError as error:
+            except Exception as error:  # whoever waits is told
                 async with self._changed:
-                    if not stock.failed(error):
+                    if not stock.failed(error, n):
                         self._changed.notify_all()
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(RETRY_S):
@@ -255,13 +271,21 @@ class AsyncPool:
         """Delete what is ready. Copies that were acquired stay their owner's."""
         self._client._pools.discard(self)
         self._stock.closed = True
-        if self._stock.owner == os.getpid():
-            async with self._changed:
-                self._changed.notify_all()
-            await self._task
-        for info in self._stock.close():
-            with contextlib.suppress(errors.NotFoundError, errors.UnavailableError):
+        if self._stock.owner != os.getpid():
+            return
+        async with self._changed:
+            self._changed.notify_all()
+        # A caller who is cancelled does not take it along: what it is making would be nobody's.
+        await asyncio.shield(self._task)
+        while self._stock.ready:
+            info = self._stock.ready.popleft()
+            try:
                 await self._client.delete_sandbox(info.id)
+            except (errors.NotFoundError, errors.UnavailableError):
+                pass
+            except BaseException:
+                self._stock.ready.append(info)
+                raise
 
     async def __aenter__(self) -> AsyncPool:
         return self

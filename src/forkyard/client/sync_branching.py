@@ -131,8 +131,8 @@ class Branching:
         Args:
             source: A sandbox (as it is when the first copies are made), snapshot, checkpoint or template.
             size: From 1 to 1000. Each counts as a sandbox from the moment that it is ready.
-            options: As for :meth:`fork`, but for names and leases: copies are ephemeral, and end with
-                this process at the latest. ``ttl_min`` counts from when one is made.
+            options: As for :meth:`fork`, but for names, leases and ``ttl_min``, which would run while a copy
+                waits. Copies are ephemeral: they end with this process at the latest.
         """
         made = Pool(self, source, size, options)  # type: ignore[arg-type]
         self._pools.add(made)

@@ -39,6 +39,8 @@ from forkyard.daemon.ports import Yard
 from forkyard.host.trace import span
 from forkyard.requests import Caller
 
+UNDER_WAY_S = 20.0
+"""So long a shutdown that ends sandboxes waits for the calls that may be making some."""
 _PREFIX = "/v1/"
 
 
@@ -281,6 +283,12 @@ class App:
         return outcomes
 
     async def _shutdown(self, request: rq.Shutdown, _: Caller) -> None:
+        if request.sandboxes != "keep":
+            # None may come to be behind it: nothing new begins, and what is under way ends before
+            # they are looked through once more.
+            self.drain()
+            await self._yard.prepare_shutdown(request.sandboxes)
+            await self._once.settled("shutdown", UNDER_WAY_S)
         await self._yard.prepare_shutdown(request.sandboxes)
         self._stop()
 

@@ -185,6 +185,12 @@ class Once:
             self._recent.popitem(last=False)
             self._recent_bytes -= len(first[2].body)
 
+    async def settled(self, but: str, timeout_s: float) -> None:
+        """Return when no run is under way except of the verb ``but``, or after ``timeout_s``."""
+        tasks = [live.task for (_, verb, _), live in self._live.items() if verb != but]
+        if tasks:
+            await asyncio.wait([task for task in tasks if task is not None], timeout=timeout_s)
+
     def drain(self) -> None:
         """From now on nothing new begins; what a client's going would cancel is cancelled now
         (their clients are told to ask the next daemon), the rest finishes."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -91,8 +92,10 @@ class Templates:
         """The template, or None."""
         try:
             return self._read(os.fspath(self._path(name)))
-        except FileNotFoundError:
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+                return None
+            raise
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{_file_name(name)}.json"
@@ -116,7 +119,7 @@ class Templates:
         if found is None:
             known = ", ".join(sorted(doc.name for doc in self.all())) or "none"
             hint = "forkyard setup builds base" if name == "base" else f"there are: {known}"
-            raise NotFoundError(f"no template {name!r}", hint=hint)
+            raise NotFoundError(f"no template {name[:140]!r}", hint=hint)
         return found
 
     def all(self) -> list[TemplateDoc]:
