@@ -268,8 +268,11 @@ class Machines:
         return site
 
     async def _drop_blank(self, site: Site) -> None:
-        await _within(self.engine.discard(site.prepared))
-        await self.remove(site.id)
+        async def drop() -> None:
+            await _within(self.engine.discard(site.prepared))
+            await self.remove(site.id)
+
+        await finish(self.tg, drop())  # nobody else knows of it
 
     def _room_for_blank(self) -> bool:
         total, available = memory_mb()

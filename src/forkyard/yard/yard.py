@@ -518,7 +518,7 @@ async def open_yard(
         await yard.code.recover()
         tg.create_task(yard.leases.run())
         tg.create_task(yard.replies.prune())
-        tg.create_task(machines.blanks.run())
+        making_blanks = tg.create_task(machines.blanks.run())
         tg.create_task(Crowds(context).run())
         process.Reaper().start(tg)
         disks.start(tg)
@@ -531,6 +531,9 @@ async def open_yard(
             yard.making.close()
             yard.code.detach_all()
             await yard.execs.close()
+            # First whoever makes them: one that is being made then is undone, and not by somebody in a hurry.
+            making_blanks.cancel()
+            await asyncio.wait([making_blanks])
             await machines.blanks.drop_all()
 
 
