@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host_state import cgroups_like, loops_below, processes_below
+from host_state import cgroups_like, eventually, loops_below, processes_below
 
 from forkyard.host import mounts
 
@@ -33,11 +32,9 @@ def tmp_home() -> Iterator[Path]:
     try:
         yield home
         assert mounts.mounts_below(home) == []
-        end = time.monotonic() + 5  # the kernel clears a loop device a moment after its last user
-        while loops_below(home) and time.monotonic() < end:
-            time.sleep(0.01)
-        assert loops_below(home) == []
-        assert processes_below(home) == []
+        # What was killed goes a moment later, and so does a loop device after its last user.
+        eventually(lambda: processes_below(home), 20)
+        eventually(lambda: loops_below(home), 20)
     finally:
         for target in mounts.mounts_below(home):
             mounts.unmount(target)
