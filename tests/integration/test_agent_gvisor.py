@@ -226,11 +226,11 @@ async def test_a_fork_bomb_is_ended(box: Callable[..., Box]) -> None:
         async for _ in bomb.output():
             pass
         assert (await bomb.wait()).signal == 9
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(25):
             while (await guest.activity()).processes:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             assert (await sh(guest, "echo ok"))[0] == b"ok\n"
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 25  # of the 600 s that it would sleep
 
 
 async def test_files_are_fast_enough(box: Callable[..., Box]) -> None:
