@@ -6,6 +6,7 @@ The floor is the same curl on the host itself, with nothing between.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from bench.cases import FILE_MB, TRUE, Bench
 from bench.ours import Forkyard
@@ -34,7 +35,7 @@ def downloads(bench: Bench) -> None:
             for ours in _ours(bench):
                 box = ours.client.create_sandbox(egress_allow=[f"127.0.0.1:{port}"]).id
                 try:
-                    _rate(bench, ours.name, index, lambda c=ours, b=box: c.run(b, _curl(url, inside=True)))  # type: ignore[misc]
+                    _rate(bench, ours.name, index, functools.partial(ours.run, box, _curl(url, inside=True)))
                 finally:
                     ours.end(box)
         bench.note(f"a command beside {AT_ONCE} downloads")
@@ -51,9 +52,9 @@ def _curl(url: str, *, inside: bool = False) -> list[str]:
     return ["curl", "-sS", "-f", *through, "-o", "/dev/null", url]
 
 
-def _rate(bench: Bench, name: str, index: int, fetch: object) -> None:
+def _rate(bench: Bench, name: str, index: int, fetch: Callable[[], object]) -> None:
     begun = time.perf_counter()
-    fetch()  # type: ignore[operator]
+    fetch()
     if index >= 0:
         bench.add("100 MB downloaded", name, index, FILE_MB / (time.perf_counter() - begun), "MB/s")
 
