@@ -16,6 +16,7 @@ from forkyard import requests as rq
 from forkyard.errors import CorruptSnapshotError, UnavailableError
 from forkyard.host import process
 from forkyard.host.failpoint import armed
+from forkyard.yard import templates
 
 
 def test_sandboxes_run_on(lives: Lives) -> None:
@@ -240,3 +241,19 @@ def test_a_machine_that_dies_during_a_rewind_that_fails(lives: Lives) -> None:
 async def _fails(work: Coroutine[Any, Any, Any]) -> None:
     with pytest.raises(UnavailableError):
         await work
+
+
+def test_an_upgrade_makes_warm_images_anew(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was mended in how machines are launched would else never reach what is restored."""
+    first = lives()
+    first.run(first.yard.yard.warm_template(rq.WarmTemplate(name="base", request_id="w"), first.yard.caller))
+    (old,) = (name for name in first.yard.context.images.names() if name.startswith("warm-"))
+    first.die()
+
+    monkeypatch.setattr(templates, "WARM_REVISION", templates.WARM_REVISION + 1)
+    second = lives()
+    yard = second.yard
+    assert old not in yard.context.images.names()
+    second.run(yard.yard.warm_template(rq.WarmTemplate(name="base", request_id="w2"), yard.caller))
+    second.run(yard.create(name="one"))
+    assert second.run(yard.out("one", "echo usable")) == "usable"

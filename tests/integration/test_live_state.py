@@ -36,8 +36,9 @@ def start(box: Sandbox, kind: str) -> None:
 
 def finish(box: Sandbox, kind: str) -> str:
     """Let it check itself: ``ok``, or what is wrong."""
-    pid = box.read_text(f"/tmp/live/{kind}.ready")
-    return box.shell(f"kill -{signal.SIGUSR1} {pid}; {WAIT.format(f'/tmp/live/{kind}.result')}").stdout
+    at = f"/tmp/live/{kind}"
+    pid = box.read_text(f"{at}.ready")
+    return box.shell(f"kill -{signal.SIGUSR1} {pid}; ({WAIT.format(f'{at}.result')}); cat {at}.stuck").stdout
 
 
 def make_copies(home: YardHome) -> Client:

@@ -43,8 +43,6 @@ PROGRAMS = {
     "dpkg-deb": "dpkg",
     "mount": "mount",
 }
-# Raised when the names of warm images are made otherwise.
-_NAMED = 2
 UBUNTU_KEYS = {"/usr/share/keyrings/ubuntu-archive-keyring.gpg": "ubuntu-keyring"}
 
 
@@ -270,6 +268,7 @@ async def _platform(settings: Settings, show: Progress) -> None:
 async def _warm(settings: Settings, show: Progress, report: Report) -> None:
     """Make the memory image from which sandboxes of ``base`` start."""
     from forkyard.requests import Caller, WarmTemplate
+    from forkyard.yard.templates import WARM_REVISION
     from forkyard.yard.yard import open_yard
 
     home = settings.home
@@ -283,7 +282,7 @@ async def _warm(settings: Settings, show: Progress, report: Report) -> None:
         template.get("key"),
         agent.st_size,
         agent.st_mtime,
-        _NAMED,
+        WARM_REVISION,
     ]
     with step(show, "warm image") as it:
         with contextlib.suppress(OSError, ValueError):

@@ -35,6 +35,9 @@ from forkyard.yard.machines import Box, Limits, Start, identity
 
 log = logging.getLogger("forkyard.yard")
 
+# Raised when machines are launched otherwise: a memory image keeps how its own was (who may open the
+# agent's descriptors, for one), so that those of before are made anew.
+WARM_REVISION = 3
 # By CPU: with more than these, busy ones leave the sentry no time for the agent (docs/security.md).
 PROCESSES = {"small": 256, "medium": 512, "large": 1024}
 
@@ -138,7 +141,7 @@ class Templates:
         held = {layer for doc in docs for layer in doc.layers} | set(+self._busy)
         if any(doc.warm for doc in docs):
             for image in self.context.images.names():
-                if image.startswith("warm-"):
+                if self.owns(image):
                     held.update(self._image_layers(image))
         return held
 
@@ -176,8 +179,8 @@ class Templates:
     def _forgotten(self, doc: TemplateDoc) -> list[str]:
         """Delete the warm images of a template that is gone, unless another has the same."""
         layers = list(doc.layers)
-        tag = _tag(doc)
-        if all(_tag(other) != tag for other in self.all()):
+        tag = self._tag(doc)
+        if all(self._tag(other) != tag for other in self.all()):
             for image in self.context.images.names():
                 if image.startswith(tag):
                     layers += self._image_layers(image)
@@ -186,7 +189,7 @@ class Templates:
 
     def images(self, doc: TemplateDoc) -> list[str]:
         """The warm images of a template, of every shape."""
-        tag = _tag(doc)
+        tag = self._tag(doc)
         return [image for image in self.context.images.names() if image.startswith(tag)]
 
     def all_layers(self, doc: TemplateDoc) -> list[str]:
@@ -196,7 +199,7 @@ class Templates:
 
     def owns(self, image: str) -> bool:
         """Whether a warm image is one of a template there is."""
-        return any(image.startswith(_tag(doc)) for doc in self.all())
+        return any(image.startswith(self._tag(doc)) for doc in self.all())
 
     def touch(self, doc: TemplateDoc) -> None:
         """Note that something was made from it: the time of its file is that of its last use."""
@@ -328,24 +331,22 @@ class Templates:
     def _image_name(self, doc: TemplateDoc, shaped: Limits) -> str:
         parts = [
             self.context.engine.fingerprint(),
-            self.context.agent,
             shaped.shape_mem_mb,
             shaped.shape_disk_mb,
             shaped.processes,
         ]
-        return _tag(doc) + _digest(parts)
+        return self._tag(doc) + _digest(parts)
+
+    def _tag(self, doc: TemplateDoc) -> str:
+        """What the names of a template's warm images begin with. Those of an older forkyard go unowned."""
+        parts: list[Any] = [doc.key, doc.layers, self.context.agent, WARM_REVISION]
+        if doc.warm is not None:
+            parts += [doc.warm, doc.ready]
+        return f"warm-{_digest(parts)}-"
 
 
 async def _keep_all(layers: Iterable[str]) -> None:
     """Drop nothing: set-up has no other holders to ask."""
-
-
-def _tag(doc: TemplateDoc) -> str:
-    """What the names of a template's warm images begin with."""
-    parts: list[Any] = [doc.key, doc.layers]
-    if doc.warm is not None:
-        parts += [doc.warm, doc.ready]
-    return f"warm-{_digest(parts)}-"
 
 
 def _digest(parts: list[Any]) -> str:
