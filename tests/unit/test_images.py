@@ -89,14 +89,33 @@ async def test_an_image_of_an_earlier_daemon_is_read_whole_once(images):
     pages = images.path("a") / "pages.img"
     later = Images(images.root)
     await later.verify("a")
+    at = pages.stat()
     pages.write_bytes(b"p" * 4999 + b"X")
+    # As the medium would damage it, which tells no time.
+    os.utime(pages, ns=(at.st_atime_ns, at.st_mtime_ns))
     await images.verify("a")  # this one wrote it
     await later.verify("a")  # and this one has read it
     with pytest.raises(CorruptSnapshotError, match=r"pages\.img is not what was written"):
         await Images(images.root).verify("a")
+    os.utime(pages, (1, 1))
+    for one in (images, later):
+        with pytest.raises(CorruptSnapshotError, match=r"pages\.img is not what was written"):
+            await one.verify("a")
     pages.write_bytes(b"short")
     with pytest.raises(CorruptSnapshotError):
         await later.verify("a")
+
+
+async def test_an_image_that_was_written_into_before_it_settled(images):
+    await _make(images, "a")
+    pages = images.path("a") / "pages.img"
+    pages.write_bytes(b"p" * 4999 + b"X")
+    os.utime(pages, (1, 1))  # a clock that ticks every 4 ms may not have
+    async with _started(images), asyncio.timeout(10):
+        await images.settled("a")
+    assert not images.manifest("a").settled  # no checksum vouches for it
+    with pytest.raises(CorruptSnapshotError, match="written into"):
+        await images.verify("a")
 
 
 async def test_damage_is_found_and_named(images):

@@ -71,8 +71,8 @@ class Images:
         self._settling: dict[str, asyncio.Event] = {}
         self._wake = asyncio.Event()
         self._due: dict[str, float] = {}
-        # Written or read whole in this life of the daemon.
-        self._sound: set[str] = set()
+        # Written or read whole in this life of the daemon: {name: the times its files were written}.
+        self._sound: dict[str, list[int]] = {}
 
     def start(self, tg: process.TaskStarter) -> None:
         """Remove what a crash left half-written, and settle images in the background until cancelled."""
@@ -175,7 +175,7 @@ class Images:
         await failpoint("image.manifest")
         os.rename(temporary, directory)
         self._manifests[name] = manifest
-        self._sound.add(name)
+        self._sound[name] = _written(directory, manifest)
         self._due[name] = time.monotonic() + _SETTLE_AFTER_S
         self._wake.set()
         return manifest
@@ -196,7 +196,7 @@ class Images:
             raise
         self._manifests[new] = manifest
         if name in self._sound:
-            self._sound.add(new)
+            self._sound[new] = self._sound[name]
         if not manifest.settled:
             self._due[new] = time.monotonic() + _SETTLE_AFTER_S
             self._wake.set()
@@ -257,11 +257,12 @@ class Images:
             event.set()
 
     def _settle(self, name: str, stop: threading.Event) -> Manifest | None:
-        """Flush an image, add its checksums; None if it went away meanwhile."""
+        """Flush an image, add its checksums; None if it went away meanwhile, or was written into."""
         try:
             manifest, directory = self.manifest(name), self._dir(name)
             if manifest.settled:
                 return manifest
+            sound = self._sound.get(name)
             entries = {}
             for entry, known in manifest.files.items():
                 _flush(directory / entry)
@@ -269,6 +270,8 @@ class Images:
                 entries[entry] = FileEntry(known.size, digest)
             if self._manifests.get(name) is not manifest:  # replaced meanwhile
                 return None
+            if sound is not None and sound != _written(directory, manifest):
+                return None  # a checksum would vouch for the damage
             settled = msgspec.structs.replace(manifest, files=entries, boot_id=None)
             files.write_atomic(directory / MANIFEST, msgspec.json.encode(settled))
             files.fsync_dir(self.root)
@@ -301,17 +304,20 @@ class Images:
 
     async def verify(self, name: str) -> None:
         """Check an image before it is used: its content once in the life of a daemon that did not
-        write it (a flipped bit in the guest's memory would otherwise be restored), its files'
-        presence and sizes always.
+        write it (a flipped bit in the guest's memory would otherwise be restored) and whenever a
+        file was written since, its files' presence and sizes always.
 
         Raises:
             CorruptSnapshotError: see :meth:`verify_quick`.
         """
-        if name in self._sound:
-            self.verify_quick(name)
-        else:
+        manifest = self.verify_quick(name)
+        written = _written(self._dir(name), manifest)
+        sound = self._sound.get(name)
+        if sound != written:
+            if sound is not None and not manifest.settled:
+                raise _damaged(name, "it was written into")
             await self.verify_full(name)
-            self._sound.add(name)
+            self._sound[name] = written
 
     async def verify_full(self, name: str) -> Manifest:
         """Check every file's content as well, as far as there are checksums.
@@ -349,7 +355,7 @@ class Images:
 
     def _unname(self, name: str) -> Path | None:
         self._manifests.pop(name, None)
-        self._sound.discard(name)
+        self._sound.pop(name, None)
         self._due.pop(name, None)
         self._tell(name)
         directory = self._dir(name)
@@ -376,6 +382,11 @@ def _damaged(name: str, why: str) -> CorruptSnapshotError:
         f"the memory image {name} is damaged: {why}",
         hint="start the snapshot with memory=False: its disk is whole",
     )
+
+
+def _written(directory: Path, manifest: Manifest) -> list[int]:
+    """When each file was last written, in nanoseconds. (The time of its inode would change with a link.)"""
+    return [os.stat(directory / entry).st_mtime_ns for entry in manifest.files]
 
 
 def _flush(path: Path) -> None:
