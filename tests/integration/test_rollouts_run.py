@@ -155,6 +155,8 @@ def test_an_interrupted_run_goes_on(
         assert process.wait() == -signal.SIGKILL, "it was over too soon"
     before = Report.load(out)
     assert 4 <= len(before.samples) < 12
+    assert before.missing == 12 - len(before.samples)
+    assert f"incomplete: {before.missing} more are to come" in str(before)
     until(lambda: client.list_sandboxes() == [])
     # The line that was being written.
     with lines.open("ab") as file:
@@ -171,6 +173,7 @@ def test_an_interrupted_run_goes_on(
     tries = Counter(tuple(line.split()) for line in begun.read_text().splitlines())
     assert {tries[task, str(number)] for task, number in ended} == {1}
     assert (seen[0].resumed, seen[-1].done) == (len(ended), 12)
+    assert Report.load(out).missing == 0 and "incomplete" not in str(Report.load(out))
     again = evaluate(kit.several(), kit.slow, samples=4, out=out, client=client)
     assert again.samples == report.samples and sum(tries.values()) == len(begun.read_text().splitlines())
     more = evaluate(kit.several(), kit.slow, samples=5, out=out, client=client)

@@ -208,6 +208,14 @@ def read_samples(path: Path) -> list[Sample]:
     return list(_parse(lines, data[: data.rfind(b"\n") + 1]).values())
 
 
+def read_tasks(path: Path) -> dict[str, Any]:
+    """What ``tasks.json`` tells of a run's tasks; nothing where it has none yet."""
+    try:
+        return dict(json.loads((path / TASKS).read_bytes()))
+    except FileNotFoundError:
+        return {}
+
+
 def _parse(path: Path, data: bytes) -> dict[tuple[str, int], Sample]:
     found: dict[tuple[str, int], Sample] = {}
     for number, line in enumerate(data.splitlines(), 1):

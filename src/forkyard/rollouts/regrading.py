@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +126,7 @@ async def _regraded(
 
 
 def _stored(path: Path, grader: Graders | None) -> dict[str, Task]:
-    try:
-        entries: Mapping[str, Any] = json.loads((path / jn.TASKS).read_bytes())
-    except FileNotFoundError:
-        return {}
+    entries = jn.read_tasks(path)
     one = None if grader is None or _is_function(grader) else grader
     return {name: restored(name, entry, one) for name, entry in entries.items()}  # type: ignore[arg-type]
 

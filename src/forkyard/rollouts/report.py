@@ -27,6 +27,7 @@ from forkyard.rollouts.numbers import (
     pass_rates,
     tally,
 )
+from forkyard.rollouts.stored import missing_samples
 from forkyard.rollouts.types import Sample, Task
 from forkyard.types import Diff, Record
 
@@ -91,6 +92,7 @@ class Report:
         ks: The k of the rates.
         parallel: How many episodes ran at a time; None for one that was read.
         out: The run's directory, None for a run in memory.
+        missing: How many samples the run has still to make: it goes on, or was killed.
     """
 
     run: str
@@ -101,6 +103,7 @@ class Report:
     tasks: Sequence[Task] = ()
     _journal: Any = None
     _live: Mapping[str, Any] = field(default_factory=dict)
+    missing: int = 0
 
     @classmethod
     def of(
@@ -125,7 +128,8 @@ class Report:
         path = Path(out)
         head = jn.read_head(path)
         found = sorted(jn.read_samples(path), key=lambda sample: (sample.task, sample.sample))
-        return cls(str(head["run"]), found, tuple(ks), None, path)
+        missing = missing_samples(jn.read_tasks(path), found)
+        return cls(str(head["run"]), found, tuple(ks), None, path, missing=missing)
 
     # -- figures -------------------------------------------------------------------------
 
@@ -257,6 +261,7 @@ class Report:
         """All figures and all samples, as JSON; NaN is null."""
         data = {
             "run": self.run,
+            "missing": self.missing,
             "outcomes": self.outcomes,
             "score": self.score.to_dict(),
             "rates": [rate.to_dict() | {"name": rate.name} for rate in self.rates],
@@ -307,6 +312,8 @@ class Report:
     def __str__(self) -> str:
         score = self.score
         lines = [f"run {self.run}: {len(self.samples)} samples of {len(self.table)} tasks"]
+        if self.missing:
+            lines.append(f"  incomplete: {self.missing} more are to come; eval run with this --out goes on")
         for name, count in sorted(self.outcomes.items()):
             lines.append(f"  {name:18} {count}")
             lines += [f"    {line}" for line in self._reasons(name)]

@@ -175,7 +175,7 @@ class _Run:
     async def go(self, parallel: int | str, board: Board) -> None:
         """Run what has not ended yet."""
         await self._check_keys()
-        stored = store_tasks(self._tasks, self._known_tasks(), self._grade, self._version)
+        stored = store_tasks(self._tasks, self._known_tasks(), self._samples, self._grade, self._version)
         await asyncio.to_thread(self._journal.keep_tasks, stored)
         left = [
             _Unit(task, sample)
@@ -207,8 +207,7 @@ class _Run:
     def _known_tasks(self) -> dict[str, Any]:
         if isinstance(self._journal, jn.Memory):
             return {}
-        path = self._journal.path / jn.TASKS
-        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+        return jn.read_tasks(self._journal.path)
 
     async def _check_keys(self) -> None:
         """Raises ConflictError where a sample that has ended was made of something else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from forkyard.rollouts.types import (
     Image,
     Limits,
     Prepare,
+    Sample,
     Task,
     Timeouts,
 )
@@ -27,13 +29,24 @@ KINDS: dict[str, Any] = {"image": Image, "dockerfile": Dockerfile, "commands": C
 
 
 def store_tasks(
-    tasks: Sequence[Task], known: Mapping[str, Any], mode: GradeMode | None, policy: str
+    tasks: Sequence[Task], known: Mapping[str, Any], samples: int, mode: GradeMode | None, policy: str
 ) -> dict[str, Any]:
-    """``known`` with these tasks in it, by id. Graders are code: only their names and keys are kept."""
+    """``known`` with these tasks in it, by id. Graders are code: only their names and keys are kept.
+
+    Args:
+        samples: How many of each are wanted; a run that was begun with more keeps that.
+    """
     stored = dict(known)
     for task in tasks:
-        stored[task.id] = _stored(task) | {"mode": mode, "policy": policy}
+        wanted = max(samples, stored.get(task.id, {}).get("samples", 0))
+        stored[task.id] = _stored(task) | {"mode": mode, "policy": policy, "samples": wanted}
     return stored
+
+
+def missing_samples(stored: Mapping[str, Any], samples: Sequence[Sample]) -> int:
+    """How many samples a run has still to make."""
+    ended = Counter(sample.task for sample in samples)
+    return sum(max(entry.get("samples", 0) - ended[task], 0) for task, entry in stored.items())
 
 
 def _stored(task: Task) -> dict[str, Any]:
