@@ -81,6 +81,15 @@ def exit_code(error: errors.ForkyardError) -> int:
     return EXIT_BY_CODE.get(error.code, EXIT_FAILED)
 
 
+# Hints are written for the SDK: {its words: the CLI's}.
+_SPOKEN = {
+    "memory=False": "--no-memory",
+    "new=True": "--new",
+    "egress='deny'": "--egress deny",
+    "checkpoint()": "forkyard checkpoint",
+}
+
+
 def report(message: str, hint: str = "") -> None:
     """One line on stderr that says what failed, one that says what to do.
 
@@ -91,6 +100,8 @@ def report(message: str, hint: str = "") -> None:
         lines = [line.strip(" |+-") for line in trace.replace("\\n", "\n").splitlines()]
         message = f"{before.rstrip(' |+')} {next(filter(None, reversed(lines)), '')}"
     text = f"forkyard: {' '.join(message.split())}\n"
+    for ours, theirs in _SPOKEN.items():
+        hint = hint.replace(ours, theirs)
     if hint:
         text += f"hint: {' '.join(hint.split())}\n"
     sys.stderr.write(text)

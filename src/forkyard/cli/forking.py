@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forkyard.cli.app import App, note, pass_app
-from forkyard.cli.output import age, ms, print_json, record
+from forkyard.cli.output import age, ms, on_terminal, print_json, record
 from forkyard.cli.params import (
     complete_sandbox,
     env_option,
@@ -102,6 +102,8 @@ def tree_verb(app: App, root: str | None, everything: bool, as_json: bool) -> No
 
 
 FEW = 12
+# Columns: rich cuts what is wider than its console.
+WIDE = 10_000
 KINDS = {"template": "template", "snapshot": "snapshot", "checkpoint": "checkpoint", "sandbox": ""}
 STYLES = {"running": "green", "stopped": "yellow", "failed": "red", "creating": "cyan", "deleted": "dim"}
 
@@ -110,9 +112,18 @@ def print_tree(nodes: list[TreeNode], *, everything: bool = False) -> None:
     """Draw ``nodes`` on stdout, in a pipe without colours and as wide as it gets."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
-    for tree in grow(nodes, everything=everything):
-        console.print(tree)
+    trees = grow(nodes, everything=everything)
+    if on_terminal():
+        console = Console(highlight=False)
+        for tree in trees:
+            console.print(tree)
+        return
+    console = Console(highlight=False, width=WIDE, color_system=None)
+    with console.capture() as drawn:
+        for tree in trees:
+            console.print(tree)
+    for line in drawn.get().splitlines():
+        print(line.rstrip())
 
 
 def grow(nodes: list[TreeNode], *, everything: bool = False) -> list[Tree]:
@@ -152,7 +163,7 @@ def _label(node: TreeNode) -> str:
 
     if node.kind == "snapshot" and not node.name:
         # What a fork took for itself: of interest is only when.
-        return f"[dim]fork point  {escape(node.id[:8])}  {age(node.created_at)}[/]"
+        return f"[dim]fork point  {escape(node.id)}  {age(node.created_at)}[/]"
     words = [f"[bold]{escape(node.name)}[/]" if node.name else "", KINDS[node.kind],
              f"[dim]{escape(node.id)}[/]" if node.kind != "template" else ""]
     if node.kind == "sandbox":
