@@ -191,8 +191,8 @@ void op_write(uint32_t stream, const struct user *u, const char *path, struct in
     bool parents = get8(in) & 1;
     struct writing *w = calloc(1, sizeof *w);
     int err = in->bad ? EINVAL : !w ? ENOMEM : 0;
+    if (w) w->fd = -1; /* 0 is the channel */
     if (!err) {
-        w->fd = -1;
         w->user = *u;
         w->mode = mode;
         w->path = strdup(path);

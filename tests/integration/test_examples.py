@@ -54,3 +54,14 @@ def test_rollout_tax(own_yard: OwnYard) -> None:  # noqa: F811
     for _, few, many, *hours in rows:
         assert 0 < float(few) < float(many)
         assert int(hours[0]) == pytest.approx(float(few) * 1e6 / 3600, abs=3)
+
+
+@pytest.mark.net
+def test_egress_table(own_yard: OwnYard) -> None:  # noqa: F811
+    said = run(own_yard, "egress_table.py")
+    assert "19 attempts, 0 of them not as they should be" in said
+    table = [line.split("|")[1:-1] for line in said.splitlines() if "|" in line]
+    cells = [[cell.strip() for cell in row] for row in table[2:]]
+    assert {row[0]: row[1] for row in cells}["the allowed name: HTTPS"].startswith("HTTP/1.1 ")
+    # What is refused is refused at once: nothing waits for its time to run out.
+    assert all(float(row[2]) < 3000 for row in cells) and not any("timed out" in row[1] for row in cells)

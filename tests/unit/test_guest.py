@@ -310,6 +310,18 @@ async def test_ended_commands_that_nobody_fetches_do_not_pile_up(wire: Wire) -> 
         assert third.info is not None and 0 < len(third.info.processes) <= 101
 
 
+async def test_what_is_abandoned_while_an_epoch_begins_is_ended(guest: Guest) -> None:
+    process = await spawn(guest, "sleep 600")
+    attaching = asyncio.create_task(guest.attach())
+    await asyncio.sleep(0)
+    process.abandon()
+    await attaching
+    async with asyncio.timeout(5):
+        while (await guest.activity()).processes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (await sh(guest, "echo on"))[0] == b"on\n"
+
+
 async def test_many_at_once(guest: Guest) -> None:
     async with asyncio.TaskGroup() as tg:
         tasks = [tg.create_task(sh(guest, f"echo {i}")) for i in range(60)]

@@ -244,12 +244,16 @@ class GuestProcess:
                 self._limit[chan] = start + wire.WINDOW
             received = u.u64()
             self._suspended = False
-            self._resume_input(received)
-            self._grant(wire.STDOUT)
-            self._grant(wire.STDERR)
+            if not self._released:
+                self._resume_input(received)
+                self._grant(wire.STDOUT)
+                self._grant(wire.STDERR)
             waiting, self._waiting = self._waiting, []
-            for item in waiting:
-                self._send(item[0], item[1], chan=item[2])
+            for type_, payload, chan in waiting:
+                self._channel.send(wire.encode(type_, self.stream, frame.epoch, payload, chan=chan))
+            if self._released:
+                # Let go of while the epoch began: only what was still to be said brought it here.
+                self._channel.forget(self.stream)
         if not self._opened.done():
             self._opened.set_result(None)
 

@@ -15,7 +15,7 @@ import pytest
 
 from forkyard.guest import ExitStatus, Guest, SpawnSpec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ME = str(os.getuid())
 
 
