@@ -21,6 +21,7 @@ IN_A_ROW = 10
 IDLE_BOXES = 4
 # What one contender does behind its last sample (a spare box, writing back) is not to slow the next one's.
 SETTLE_S = 0.3
+BURST = 8
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,23 @@ def lifecycle(bench: Bench) -> None:
             contender.end(second)
         contender.end(first)
 
-    bench.turns("create, first command, destroy", turn)
+    # Also what is started ahead, half a second after the last start, is there again by the next turn.
+    bench.turns("create, first command, destroy", turn, settle_s=1.2)
+
+
+def burst(bench: Bench) -> None:
+    """Create eight, one after another without a pause: more than is kept started ahead."""
+
+    def turn(contender: Contender, index: int) -> None:
+        begun = time.perf_counter()
+        boxes = [contender.start() for _ in range(BURST)]
+        took = (time.perf_counter() - begun) * 1e3
+        if index >= 0:
+            bench.add(f"create, each of {BURST} in a row", contender.name, index, took / BURST)
+        for box in boxes:
+            contender.end(box)
+
+    bench.turns(f"create {BURST} in a row", turn)
 
 
 def forks(bench: Bench, n: int, heap_mb: int) -> None:
@@ -256,6 +273,7 @@ def idle(bench: Bench, watch_s: float) -> None:
 # In the order of a run.
 CASES: dict[str, Callable[[Bench], None]] = {
     "lifecycle": lifecycle,
+    "burst": burst,
     "fork1": lambda bench: forks(bench, 1, 0),
     "fork8": lambda bench: forks(bench, 8, 0),
     "fork1-heap": lambda bench: forks(bench, 1, HEAP_MB),

@@ -319,7 +319,7 @@ class TestYard:
     async def _nothing_left(self) -> bool:
         # What is made ahead, a template's image behind a first start, and a deletion that an
         # expiry began, may still be on their way.
-        await self.context.machines.blanks.drop_all()
+        await self.context.machines.drop_ahead()
         return not self._left()
 
 

@@ -102,7 +102,7 @@ async def no_strays(yard: TestYard) -> None:
     """Whatever is on the host belongs to a record, once what is made ahead has been taken away."""
 
     async def strays() -> list[str]:
-        await yard.context.machines.blanks.drop_all()
+        await yard.context.machines.drop_ahead()
         boxes = {sandbox.doc.box for sandbox in yard.context.sandboxes if sandbox.doc.box}
         layers = set(yard.yard.snapshots.holders) | {"base"}
         found = [stray.name for stray in yard.context.disks.stray(boxes, layers)]

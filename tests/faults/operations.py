@@ -219,7 +219,7 @@ OPERATIONS: dict[str, Operation] = {
 async def wrong(yard: TestYard) -> list[str]:
     """What is not as it must be whenever nothing is under way: memory, catalog and host say the same."""
     context = yard.context
-    await context.machines.blanks.drop_all()
+    await context.machines.drop_ahead()
     found: list[str] = []
     sandboxes, snapshots = await context.catalog.load(SandboxDoc, SnapshotDoc)
     for kind, rows, docs in (

@@ -119,7 +119,7 @@ def test_a_client_that_goes_takes_all_copies_with_it(yard: YardHome, client: Cli
         child.kill()
         child.wait()
     until(lambda: client.list_sandboxes() == [])
-    until(lambda: yard.boxes() == [])
+    yard.wait_empty()
 
 
 def test_a_daemon_that_dies_leaves_no_copy(yard: YardHome, client: Client) -> None:  # noqa: F811

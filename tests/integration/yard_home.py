@@ -92,8 +92,9 @@ class YardHome:
         eventually(self.images, GONE_S)
 
     def wait_empty(self) -> None:
-        """As ``clear``, and wait until the places made ahead for further starts are gone too."""
+        """As ``clear``, and end the daemon, so that what it made ahead for further starts is gone too."""
         self.clear()
+        self.client.shutdown("delete")
         eventually(self.boxes, GONE_S)
 
 
@@ -179,7 +180,6 @@ def open_home(runsc: Path | None = None, template: Template | None = None) -> It
             yield yard
             pid = yard.pid
             yard.wait_empty()
-            yard.client.shutdown("delete")
             eventually(lambda: Path(f"/proc/{pid}").exists(), 20)
             yard.client.close()
             eventually(lambda: processes_below(home) + processes_of(home), GONE_S)

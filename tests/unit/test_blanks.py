@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ class Maker:
         self.gate = asyncio.Event()
         self.gate.set()
         self.fails = False
-        self.blanks: Blanks[int] = Blanks(self.make, self.drop, lambda: True)
+        self.blanks: Blanks[Any, int] = Blanks(self.make, self.drop, lambda: True)
 
     async def make(self, kind: object) -> int | None:
         self.begun += 1

@@ -115,7 +115,8 @@ def test_keys_and_seeds_are_each_samples_own() -> None:
 def test_tasks_come_back_from_a_run(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     docker = Task("d", Dockerfile(tmp_path, args={"A": "1"}), files={"f": tmp_path / "f"}, protected=("p",))
-    stored = store_tasks([TASK, docker], {"old": {"digest": "x"}}, None, "v1")
+    stored = store_tasks([TASK, docker], {"old": {"digest": "x"}, "t": {"samples": 9}}, 4, None, "v1")
+    assert (stored["t"]["samples"], stored["d"]["samples"]) == (9, 4)
     assert stored["old"] == {"digest": "x"} and stored["t"]["policy"] == "v1"
     for task in (TASK, docker):
         back = restored(task.id, stored[task.id], None)

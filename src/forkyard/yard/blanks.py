@@ -28,6 +28,7 @@ BURST_S, REMEMBERED_S = 1.0, 60.0
 # Making one is mostly waiting for the kernel.
 AT_ONCE = 2
 
+K = TypeVar("K")
 S = TypeVar("S")
 # The agent, and what the guest's kernel is told of memory, disk and processes.
 Kind = tuple[str, int, int, int]
@@ -68,34 +69,46 @@ class _Stock(Generic[S]):
             self.ready.append(blank)
 
 
-class Blanks(Generic[S]):
-    """Keeps blanks of the last :data:`KINDS` kinds of start.
+class Blanks(Generic[K, S]):
+    """Keeps blanks of the last kinds of start.
 
     Args:
         make: Makes a blank of a kind, or None if the engine has nothing to do ahead.
         drop: Takes one away again.
         room: Whether there is memory for another.
+        kinds: How many kinds are kept.
+        most: How many blanks are kept in all.
+        calm_s: How long no start may have been under way before one is made.
     """
 
     def __init__(
         self,
-        make: Callable[[Kind], Awaitable[S | None]],
+        make: Callable[[K], Awaitable[S | None]],
         drop: Callable[[S], Awaitable[None]],
         room: Callable[[], bool],
+        *,
+        kinds: int = KINDS,
+        most: int = MOST,
+        calm_s: float = 0.0,
     ) -> None:
         self._make = make
-        self._drop = drop
+        self.drop = drop
         self._room = room
-        self._kinds: collections.OrderedDict[Kind, _Stock[S]] = collections.OrderedDict()
+        self._most_kinds = kinds
+        self._most = most
+        self._calm_s = calm_s
+        self._kinds: collections.OrderedDict[K, _Stock[S]] = collections.OrderedDict()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._starts = 0
+        self._began = 0
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """Around a start: no blank is begun meanwhile."""
         self._starts += 1
+        self._began += 1
         self._idle.clear()
         try:
             yield
@@ -104,12 +117,17 @@ class Blanks(Generic[S]):
             if not self._starts:
                 self._idle.set()
 
-    async def take(self, kind: Kind) -> S | None:
-        """A blank of that kind, now the caller's; one that is being made is waited for."""
+    def expect(self, kind: K) -> _Stock[S]:
+        """Count a start of that kind: its like will come again."""
         stock = self._kinds.setdefault(kind, _Stock())
         self._kinds.move_to_end(kind)
         stock.asked()
         self._wake.set()
+        return stock
+
+    async def take(self, kind: K) -> S | None:
+        """A blank of that kind, now the caller's; one that is being made is waited for."""
+        stock = self.expect(kind)
         if stock.ready:
             return stock.ready.pop()
         if stock.coming <= len(stock.waiting):
@@ -125,6 +143,11 @@ class Blanks(Generic[S]):
                     await self._empty(stock, 0)
             raise
 
+    @property
+    def ready(self) -> list[S]:
+        """All that wait."""
+        return [blank for stock in self._kinds.values() for blank in stock.ready]
+
     async def run(self) -> None:
         """Make what is wanted and drop what no longer is, until cancelled."""
         while True:
@@ -133,7 +156,7 @@ class Blanks(Generic[S]):
                     await self._wake.wait()
             self._wake.clear()
             # After the burst: a start that somebody waits for needs the CPUs more.
-            await self._idle.wait()
+            await self._calm()
             await self._thin_out()
             missing = self._missing()
             if missing and self._room():
@@ -142,8 +165,16 @@ class Blanks(Generic[S]):
                         group.create_task(self._fill(kind))
                 self._wake.set()
 
+    async def _calm(self) -> None:
+        while True:
+            await self._idle.wait()
+            began = self._began
+            await asyncio.sleep(self._calm_s)
+            if self._began == began and self._idle.is_set():
+                return
+
     async def _thin_out(self) -> None:
-        while len(self._kinds) > KINDS:
+        while len(self._kinds) > self._most_kinds:
             _, stock = self._kinds.popitem(last=False)
             await self._empty(stock, 0)
         for stock in list(self._kinds.values()):
@@ -151,11 +182,11 @@ class Blanks(Generic[S]):
 
     async def _empty(self, stock: _Stock[S], left: int) -> None:
         while len(stock.ready) > left:
-            await self._drop(stock.ready.pop())
+            await self.drop(stock.ready.pop())
 
-    def _missing(self) -> list[Kind]:
+    def _missing(self) -> list[K]:
         """The kinds of the blanks to make, the kind asked for last first."""
-        room = MOST - sum(len(stock.ready) for stock in self._kinds.values())
+        room = self._most - sum(len(stock.ready) for stock in self._kinds.values())
         kinds = [
             kind
             for kind, stock in reversed(self._kinds.items())
@@ -163,7 +194,7 @@ class Blanks(Generic[S]):
         ]
         return kinds[: max(0, room)]
 
-    async def _fill(self, kind: Kind) -> None:
+    async def _fill(self, kind: K) -> None:
         stock = self._kinds[kind]
         stock.coming += 1
         blank = None
@@ -177,6 +208,12 @@ class Blanks(Generic[S]):
             # Not again until a start asks for it: it would go as this one did.
             self._kinds.pop(kind, None)
         if self._kinds.get(kind) is not stock:
+            await self._empty(stock, 0)
+
+    async def forget(self, kind: K) -> None:
+        """Drop those of one kind; one that is being made is dropped when it comes."""
+        stock = self._kinds.pop(kind, None)
+        if stock is not None:
             await self._empty(stock, 0)
 
     async def drop_all(self) -> None:

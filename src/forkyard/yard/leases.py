@@ -25,7 +25,7 @@ log = logging.getLogger("forkyard.yard")
 TICK_S = 1.0
 MEASURE_S = 5.0
 # A yard in which nothing runs keeps nothing made ahead for longer than this.
-UNUSED_S = 3.0
+UNUSED_S = 60.0
 # A sandbox is idle while its own processes use less than this share of one CPU.
 IDLE_CPU = 0.01
 
@@ -99,7 +99,7 @@ class Leases:
             used = any(sandbox.box or sandbox.doc.state == "creating" for sandbox in self.context.sandboxes)
             unused_s = 0.0 if used else unused_s + TICK_S
             if unused_s >= UNUSED_S:
-                await self.context.machines.blanks.drop_all()
+                await self.context.machines.drop_ahead()
             for sandbox in self.context.sandboxes:
                 doc = sandbox.doc
                 if doc.deadline is not None and now >= doc.deadline:

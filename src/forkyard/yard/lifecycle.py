@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -183,16 +184,11 @@ class Lifecycle:
         image = plan.image_path(self.context)
         if image is not None:
             await self.context.images.verify(image.name)
-        started = await self.context.machines.start(
-            Start(
-                doc.layers,
-                plan.limits,
-                who,
-                plan.agent,
-                image,
-                lambda guest: self.network.serve(sandbox, guest),
-            )
-        )
+            if plan.quiet:
+                self.context.machines.ahead.quiet(image.name, plan.image_bytes or 0)
+        serve = functools.partial(self.network.serve, sandbox)
+        start = Start(doc.layers, plan.limits, who, plan.agent, image, serve)
+        started = await self.context.machines.start(start)
         self.bind(sandbox, started)
         if started.layers != doc.layers:
             # Its disk goes on with a copy of the top layer: that one is not below it.
@@ -212,6 +208,9 @@ class Lifecycle:
         doc.start_ms = round(started.start_ms, 2)
         if plan.start_from is not None:
             plan.start_from.verified = True
+            if plan.start_from.kind == "snapshot":
+                learn = self.context.machines.ahead.learn(start, started, plan.image_bytes or 0)
+                begin(self.context.tg, learn)
         sandbox.signal()
 
     async def _machine_of(self, sandbox: Sandbox) -> Box:

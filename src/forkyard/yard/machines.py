@@ -30,6 +30,7 @@ from forkyard.host.trace import span
 from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
 from forkyard.yard import names
+from forkyard.yard.ahead import Ahead
 from forkyard.yard.background import Services, begin, finish, insist
 from forkyard.yard.blanks import Blanks, Kind
 
@@ -147,7 +148,8 @@ class Machines:
         self.cgroups = cgroups
         self.tg = tg
         self.on_death: Callable[[str], None] = lambda box_id: None
-        self.blanks: Blanks[Site] = Blanks(self._make_blank, self._drop_blank, self._room_for_blank)
+        self.blanks: Blanks[Kind, Site] = Blanks(self._make_blank, self._drop_blank, self._room_for_blank)
+        self.ahead = Ahead(self._launch, self._end_ahead, self._room_for_blank)
         # Restores are CPU-bound: more at a time than this only makes each of them slower.
         self.slots = asyncio.Semaphore(max(2, 2 * (os.cpu_count() or 2)))
 
@@ -164,12 +166,39 @@ class Machines:
             CapacityError, CorruptSnapshotError, UnsupportedError, InternalError: see
                 :class:`forkyard.engines.base.Engine`; nothing is left behind.
         """
-        with self.blanks.starting():
+        with self.blanks.starting(), self.ahead.stock.starting():
             async with self.slots:
                 with span("start"):
                     return await self._start(start)
 
     async def _start(self, start: Start) -> Box:
+        begun = time.perf_counter()
+        with span("take one started ahead"):
+            box = await self.ahead.take(start)
+        ahead = box is not None
+        if box is None:
+            box = await self._launch(start)
+        async with _Undo(self.tg) as undo:
+            undo.push(self.end, box)
+            if ahead:
+                box.steps_ms.clear()
+                start.serve(box.guest)
+            await failpoint("start.heard")
+            named = time.perf_counter()
+            with span("identify"):
+                await box.guest.identify(start.identity)
+            await failpoint("start.identified")
+            if box.cgroup is not None:
+                # Only now: the quota would make the start itself wait for its next period.
+                self._limit(box.cgroup, start.limits)
+            undo.keep()
+        now = time.perf_counter()
+        box.steps_ms["agent"] = box.steps_ms.get("agent", 0.0) + (now - named) * 1e3
+        box.start_ms = (now - begun) * 1e3
+        return box
+
+    async def _launch(self, start: Start) -> Box:
+        """Start a machine and hear its agent; it has neither a name nor limits yet."""
         begun = time.perf_counter()
         blank = None
         if start.image is not None:
@@ -204,13 +233,6 @@ class Machines:
             start.serve(guest)
             with span("hear"):
                 await self._hear(machine, guest)
-            await failpoint("start.heard")
-            with span("identify"):
-                await guest.identify(start.identity)
-            await failpoint("start.identified")
-            if site.cgroup is not None:
-                # Only now: the quota would make the start itself wait for its next period.
-                self._limit(site.cgroup, start.limits)
             marks["agent"] = time.perf_counter()
             box = Box(site.id, machine, guest, site.cgroup, list(disk.layers))
             undo.keep()
@@ -220,7 +242,6 @@ class Machines:
         for name, mark in marks.items():
             box.steps_ms[name] = (mark - last) * 1e3
             last = mark
-        box.start_ms = (last - begun) * 1e3
         return box
 
     def _lay_out(self, start: Start) -> Site:
@@ -273,6 +294,20 @@ class Machines:
             await self.remove(site.id)
 
         await finish(self.tg, drop())  # nobody else knows of it
+
+    async def _end_ahead(self, box: Box) -> None:
+        await finish(self.tg, self.end(box))
+
+    async def make_ahead(self) -> None:
+        """Make what starts to come will need, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.blanks.run())
+            group.create_task(self.ahead.stock.run())
+
+    async def drop_ahead(self) -> None:
+        """Drop all that was made ahead."""
+        await self.ahead.stock.drop_all()
+        await self.blanks.drop_all()
 
     def _room_for_blank(self) -> bool:
         total, available = memory_mb()

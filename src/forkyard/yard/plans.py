@@ -30,7 +30,8 @@ MAX_ENV_BYTES = 1 << 20
 class Plan:
     """A sandbox to be: its document so far, its layers, and the memory image to restore.
 
-    ``cold`` is the template to warm behind, if this start had to be a cold one.
+    ``cold`` is the template to warm behind, if this start had to be a cold one. ``quiet``: nothing
+    runs in the image but the agent.
     """
 
     doc: SandboxDoc
@@ -40,6 +41,7 @@ class Plan:
     image_bytes: int | None = None
     cold: TemplateDoc | None = None
     start_from: SnapshotDoc | None = None
+    quiet: bool = False
 
     def image_path(self, context: Context) -> Path | None:
         return context.images.path(self.image) if self.image else None
@@ -117,6 +119,7 @@ def _from_template(
         plan.cold = template
     else:
         plan.image_bytes = context.images.size(plan.image)
+        plan.quiet = template.warm is None
     return plan
 
 

@@ -48,6 +48,7 @@ class Snapshots:
         if not unheld:
             return
         kept = self.template_layers()
+        await self.context.machines.ahead.leave(set(unheld) - kept)
         async with contextlib.AsyncExitStack() as steps:
             for layer in unheld:
                 self.holders.pop(layer, None)

@@ -518,7 +518,7 @@ async def open_yard(
         await yard.code.recover()
         tg.create_task(yard.leases.run())
         tg.create_task(yard.replies.prune())
-        making_blanks = tg.create_task(machines.blanks.run())
+        making_ahead = tg.create_task(machines.make_ahead())
         tg.create_task(Crowds(context).run())
         process.Reaper().start(tg)
         disks.start(tg)
@@ -532,9 +532,9 @@ async def open_yard(
             yard.code.detach_all()
             await yard.execs.close()
             # First whoever makes them: one that is being made then is undone, and not by somebody in a hurry.
-            making_blanks.cancel()
-            await asyncio.wait([making_blanks])
-            await machines.blanks.drop_all()
+            making_ahead.cancel()
+            await asyncio.wait([making_ahead])
+            await machines.drop_ahead()
 
 
 async def _leave_host(
