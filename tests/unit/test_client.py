@@ -135,7 +135,17 @@ def test_errors_keep_their_class(client: Client, box: Sandbox, call: Callable, e
         lambda c: c.audit(since=float("nan")),
         lambda c: c.audit(limit=1 << 64),
         lambda c: c.list_sandboxes(state="nope"),
+        lambda c: c.list_sandboxes(state="\udc80"),
         lambda c: c.write_file("box", "file", "\ud800"),
+        lambda c: c.write_file("box", 5, b"x"),
+        lambda c: c.write_file("box", "file", 5),
+        lambda c: c.read_file("box", 5),
+        lambda c: c.exec("box", [1]),
+        lambda c: c.exec("box", ["true"], cwd=5),
+        lambda c: c.git("box", "\udc80"),
+        lambda c: c.explore("box", [5]),
+        lambda c: c.create_sandbox(image=5),
+        lambda c: c.build_template("x", 5),
     ],
 )
 def test_what_cannot_be_is_said_to_be_wrong(client: Client, box: Sandbox, call: Callable) -> None:

@@ -139,7 +139,8 @@ def command_fields(command: Command) -> dict[str, Any]:
     """A string is for ``/bin/sh -c``, a list is an argv."""
     if isinstance(command, str):
         return {"command": command}
-    argv = [os.fspath(word) for word in command]
+    argv = [os.fspath(word) if isinstance(word, os.PathLike) else word
+            for word in (command if isinstance(command, Iterable) else ())]
     if not argv or not all(isinstance(word, str) for word in argv):
         raise errors.InvalidRequestError(f"a command is a string or a list of strings, not {command!r}")
     return {"argv": argv}
@@ -165,7 +166,7 @@ def exec_request(
         sandbox=sandbox,
         **command_fields(command),
         timeout_s=timeout_s,
-        cwd=None if cwd is None else os.fspath(cwd),
+        cwd=None if cwd is None else path_of(cwd),
         env=dict(env or {}),
         user=user,
         login=login,
@@ -185,8 +186,18 @@ def made(kind: type[T], **fields: Any) -> T:
     """
     try:
         return msgspec.convert(fields, kind)
+    except UnicodeEncodeError as error:
+        raise _unsendable(error) from None
     except (msgspec.ValidationError, OverflowError) as error:
         raise errors.InvalidRequestError(f"{kind.__name__}: {rq.complaint(error)}") from None
+
+
+def path_of(given: str | os.PathLike[str]) -> str:
+    """A path as text. Raises InvalidRequestError for what is none."""
+    try:
+        return os.fspath(given)
+    except TypeError:
+        raise errors.InvalidRequestError(f"{given!r} is no path") from None
 
 
 def rules(given: Iterable[str] | None) -> list[str] | None:
@@ -213,7 +224,7 @@ def variant(given: Any, number: int) -> rq.Variant:
         raw = as_bytes(data)
         if raw is None:
             raise errors.InvalidRequestError(f"{path}: data is bytes or text, not {type(data).__name__}")
-        files[os.fspath(path)] = raw
+        files[path_of(path)] = raw
     return made(
         rq.Variant,
         name=given.get("name") or f"variant-{number}",
@@ -248,6 +259,8 @@ def chunks_of(source: IO[bytes] | Iterable[bytes]) -> Iterator[bytes]:
     pieces: Iterable[Any] = source
     if hasattr(source, "read"):
         pieces = iter(lambda: source.read(CHUNK), None)
+    elif not isinstance(source, Iterable):
+        raise errors.InvalidRequestError(f"data is bytes, text, a file or an iterable, not {source!r}")
     for piece in pieces:
         if not piece:
             if hasattr(source, "read"):

@@ -45,7 +45,7 @@ class AsyncFiles:
                 protocol.made(
                     rq.WriteFiles,
                     sandbox=sandbox,
-                    files={os.fspath(path): raw},
+                    files={protocol.path_of(path): raw},
                     mode=mode,
                     user=user,
                     request_id=request_id or protocol.new_request_id(),
@@ -55,7 +55,7 @@ class AsyncFiles:
         request = protocol.made(
             rq.WriteFile,
             sandbox=sandbox,
-            path=os.fspath(path),
+            path=protocol.path_of(path),
             mode=mode,
             user=user,
             request_id=request_id or protocol.new_request_id(),
@@ -90,7 +90,7 @@ class AsyncFiles:
             if len(raw) > protocol.INLINE_FILE:
                 await self.write_file(sandbox, path, raw, mode, user)
             else:
-                small[os.fspath(path)] = raw
+                small[protocol.path_of(path)] = raw
         for index, group in enumerate(protocol.batches(small)):
             await self._transport.call(
                 "write_files",
@@ -121,7 +121,7 @@ class AsyncFiles:
                 await self._transport.reach(PATIENCE_S)
 
     async def _pieces(self, verb: str, sandbox: str, path: str, user: str | None) -> Any:
-        request = protocol.made(rq.PathRequest, sandbox=sandbox, path=os.fspath(path), user=user)
+        request = protocol.made(rq.PathRequest, sandbox=sandbox, path=protocol.path_of(path), user=user)
         stream = await self._transport.open(verb, request, partial=True)
         try:
             while pieces := await stream.read():
@@ -149,20 +149,19 @@ class AsyncFiles:
         return await self._transport.call(
             "read_files",
             protocol.made(
-                rq.ReadFiles, sandbox=sandbox, paths=[os.fspath(path) for path in paths], user=user
+                rq.ReadFiles, sandbox=sandbox, paths=[protocol.path_of(path) for path in paths], user=user
             ),
         )
 
     async def list_files(self, sandbox: str, path: str = ".", user: str | None = None) -> list[FileInfo]:
         """What is in a directory, by name."""
-        return await self._transport.call(
-            "list_files", protocol.made(rq.PathRequest, sandbox=sandbox, path=os.fspath(path), user=user)
-        )
+        request = protocol.made(rq.PathRequest, sandbox=sandbox, path=protocol.path_of(path), user=user)
+        return await self._transport.call("list_files", request)
 
     async def stat(self, sandbox: str, path: str, user: str | None = None) -> FileInfo:
         """About one file; a link is described, not followed."""
         return await self._transport.call(
-            "stat", protocol.made(rq.PathRequest, sandbox=sandbox, path=os.fspath(path), user=user)
+            "stat", protocol.made(rq.PathRequest, sandbox=sandbox, path=protocol.path_of(path), user=user)
         )
 
     async def make_dir(
@@ -181,7 +180,7 @@ class AsyncFiles:
             protocol.made(
                 rq.MakeDir,
                 sandbox=sandbox,
-                path=os.fspath(path),
+                path=protocol.path_of(path),
                 mode=mode,
                 user=user,
                 parents=parents,
@@ -198,8 +197,8 @@ class AsyncFiles:
             protocol.made(
                 rq.MoveFile,
                 sandbox=sandbox,
-                path=os.fspath(path),
-                to=os.fspath(to),
+                path=protocol.path_of(path),
+                to=protocol.path_of(to),
                 user=user,
                 request_id=request_id or protocol.new_request_id(),
             ),
@@ -220,7 +219,7 @@ class AsyncFiles:
             protocol.made(
                 rq.RemoveFile,
                 sandbox=sandbox,
-                path=os.fspath(path),
+                path=protocol.path_of(path),
                 user=user,
                 recursive=recursive,
                 request_id=request_id or protocol.new_request_id(),

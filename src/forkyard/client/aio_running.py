@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -242,7 +241,7 @@ class AsyncRunning:
             session=session,
             timeout_s=timeout_s,
             user=user,
-            cwd=None if cwd is None else os.fspath(cwd),
+            cwd=None if cwd is None else protocol.path_of(cwd),
             request_id=request_id or protocol.new_request_id(),
         )
         return await self._transport.call("run_code", request)
@@ -305,13 +304,13 @@ class AsyncRunning:
             sandbox=sandbox,
             operation=operation,
             url=url,
-            path=None if path is None else os.fspath(path),
+            path=None if path is None else protocol.path_of(path),
             branch=branch,
             depth=depth,
             ref=ref,
             create=create,
             staged=staged,
-            paths=[os.fspath(one) for one in paths],
+            paths=[protocol.path_of(one) for one in paths],
             patch=protocol.as_bytes(patch),
             message=message,
             author=author,

@@ -135,8 +135,10 @@ def local_image(image: str) -> Local | None:
     that begins with a slash or a dot, or leads to a file here; None for a registry's reference.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: there is no such file. InvalidRequestError: it is no text.
     """
+    if not isinstance(image, str):
+        raise errors.InvalidRequestError(f"image={image!r} is neither a reference nor a path")
     kind, colon, rest = image.partition(":")
     if colon and kind in ("oci", "docker-archive"):
         name, _, tag = rest.partition(":")
@@ -221,7 +223,7 @@ def build_spec(
     Raises:
         NotFoundError: no context, or no Dockerfile in it.
     """
-    root = Path(context)
+    root = Path(protocol.path_of(context))
     if not root.is_dir():
         raise errors.NotFoundError(f"there is no directory {root} here")
     path = root / dockerfile

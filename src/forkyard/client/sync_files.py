@@ -47,7 +47,7 @@ class Files:
                 protocol.made(
                     rq.WriteFiles,
                     sandbox=sandbox,
-                    files={os.fspath(path): raw},
+                    files={protocol.path_of(path): raw},
                     mode=mode,
                     user=user,
                     request_id=request_id or protocol.new_request_id(),
@@ -57,7 +57,7 @@ class Files:
         request = protocol.made(
             rq.WriteFile,
             sandbox=sandbox,
-            path=os.fspath(path),
+            path=protocol.path_of(path),
             mode=mode,
             user=user,
             request_id=request_id or protocol.new_request_id(),
@@ -92,7 +92,7 @@ class Files:
             if len(raw) > protocol.INLINE_FILE:
                 self.write_file(sandbox, path, raw, mode, user)
             else:
-                small[os.fspath(path)] = raw
+                small[protocol.path_of(path)] = raw
         for index, group in enumerate(protocol.batches(small)):
             self._transport.call(
                 "write_files",
@@ -123,7 +123,7 @@ class Files:
                 self._transport.reach(PATIENCE_S)
 
     def _pieces(self, verb: str, sandbox: str, path: str, user: str | None) -> Any:
-        request = protocol.made(rq.PathRequest, sandbox=sandbox, path=os.fspath(path), user=user)
+        request = protocol.made(rq.PathRequest, sandbox=sandbox, path=protocol.path_of(path), user=user)
         stream = self._transport.open(verb, request, partial=True)
         try:
             while pieces := stream.read():
@@ -151,20 +151,19 @@ class Files:
         return self._transport.call(
             "read_files",
             protocol.made(
-                rq.ReadFiles, sandbox=sandbox, paths=[os.fspath(path) for path in paths], user=user
+                rq.ReadFiles, sandbox=sandbox, paths=[protocol.path_of(path) for path in paths], user=user
             ),
         )
 
     def list_files(self, sandbox: str, path: str = ".", user: str | None = None) -> list[FileInfo]:
         """What is in a directory, by name."""
-        return self._transport.call(
-            "list_files", protocol.made(rq.PathRequest, sandbox=sandbox, path=os.fspath(path), user=user)
-        )
+        request = protocol.made(rq.PathRequest, sandbox=sandbox, path=protocol.path_of(path), user=user)
+        return self._transport.call("list_files", request)
 
     def stat(self, sandbox: str, path: str, user: str | None = None) -> FileInfo:
         """About one file; a link is described, not followed."""
         return self._transport.call(
-            "stat", protocol.made(rq.PathRequest, sandbox=sandbox, path=os.fspath(path), user=user)
+            "stat", protocol.made(rq.PathRequest, sandbox=sandbox, path=protocol.path_of(path), user=user)
         )
 
     def make_dir(
@@ -183,7 +182,7 @@ class Files:
             protocol.made(
                 rq.MakeDir,
                 sandbox=sandbox,
-                path=os.fspath(path),
+                path=protocol.path_of(path),
                 mode=mode,
                 user=user,
                 parents=parents,
@@ -200,8 +199,8 @@ class Files:
             protocol.made(
                 rq.MoveFile,
                 sandbox=sandbox,
-                path=os.fspath(path),
-                to=os.fspath(to),
+                path=protocol.path_of(path),
+                to=protocol.path_of(to),
                 user=user,
                 request_id=request_id or protocol.new_request_id(),
             ),
@@ -222,7 +221,7 @@ class Files:
             protocol.made(
                 rq.RemoveFile,
                 sandbox=sandbox,
-                path=os.fspath(path),
+                path=protocol.path_of(path),
                 user=user,
                 recursive=recursive,
                 request_id=request_id or protocol.new_request_id(),

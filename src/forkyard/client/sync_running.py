@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -244,7 +243,7 @@ class Running:
             session=session,
             timeout_s=timeout_s,
             user=user,
-            cwd=None if cwd is None else os.fspath(cwd),
+            cwd=None if cwd is None else protocol.path_of(cwd),
             request_id=request_id or protocol.new_request_id(),
         )
         return self._transport.call("run_code", request)
@@ -307,13 +306,13 @@ class Running:
             sandbox=sandbox,
             operation=operation,
             url=url,
-            path=None if path is None else os.fspath(path),
+            path=None if path is None else protocol.path_of(path),
             branch=branch,
             depth=depth,
             ref=ref,
             create=create,
             staged=staged,
-            paths=[os.fspath(one) for one in paths],
+            paths=[protocol.path_of(one) for one in paths],
             patch=protocol.as_bytes(patch),
             message=message,
             author=author,
