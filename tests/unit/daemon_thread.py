@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 
 from memory_yard import MemoryDaemon, MemoryYard
+
+DEADLINE_S = 10
 
 
 class ThreadedDaemon:
@@ -50,3 +54,11 @@ class ThreadedDaemon:
         self._thread.join(10)
         assert not self._thread.is_alive()
         self.daemon.clean()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread will make true."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

@@ -9,12 +9,11 @@ import os
 import pickle
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from daemon_thread import ThreadedDaemon
+from daemon_thread import DEADLINE_S, ThreadedDaemon, until
 
 from forkyard import (
     CapacityError,
@@ -32,33 +31,10 @@ from forkyard import (
 )
 from forkyard import requests as rq
 
-DEADLINE_S = 10
-
-
-@pytest.fixture
-def daemon() -> Iterator[ThreadedDaemon]:
-    it = ThreadedDaemon()
-    yield it
-    it.close()
-
-
-@pytest.fixture
-def client(daemon: ThreadedDaemon) -> Iterator[Client]:
-    with Client(socket=daemon.socket, start=False) as client:
-        yield client
-
 
 @pytest.fixture
 def box(client: Client) -> Sandbox:
     return client.sandbox(client.create_sandbox("box").id)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread will make true."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_a_sandboxs_life(client: Client) -> None:

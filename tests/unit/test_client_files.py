@@ -16,17 +16,9 @@ from forkyard.client.trees import Packer, Unpacker
 
 
 @pytest.fixture
-def daemon() -> Iterator[ThreadedDaemon]:
-    it = ThreadedDaemon()
-    yield it
-    it.close()
-
-
-@pytest.fixture
-def box(daemon: ThreadedDaemon) -> Iterator[Sandbox]:
-    with Client(socket=daemon.socket, start=False) as client:
-        client.create_sandbox("box")
-        yield client.sandbox("box")
+def box(client: Client) -> Sandbox:
+    client.create_sandbox("box")
+    return client.sandbox("box")
 
 
 NAMES = ["emoji \N{SNAKE}\nb'\".txt", "-rf", "x" * 255, "deep/er/file", " "]

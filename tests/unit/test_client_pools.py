@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from daemon_thread import ThreadedDaemon
+from daemon_thread import DEADLINE_S, ThreadedDaemon, until
 
 from forkyard import (
     AsyncClient,
@@ -23,28 +22,10 @@ from forkyard import (
 from forkyard import requests as rq
 from forkyard.client import pools
 
-DEADLINE_S = 10
 
-
-@pytest.fixture
-def daemon() -> Iterator[ThreadedDaemon]:
-    it = ThreadedDaemon()
-    yield it
-    it.close()
-
-
-@pytest.fixture
-def client(daemon: ThreadedDaemon) -> Iterator[Client]:
-    with Client(socket=daemon.socket, start=False) as client:
-        client.create_sandbox("box")
-        yield client
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+@pytest.fixture(autouse=True)
+def box(client: Client) -> None:
+    client.create_sandbox("box")
 
 
 def names(client: Client) -> set[str]:
