@@ -179,7 +179,7 @@ def test_daemon_status_and_restart(own_yard: OwnYard, box: str) -> None:  # noqa
 def test_top_and_audit(own_yard: OwnYard, box: str) -> None:  # noqa: F811
     own_yard.out("exec", box, "echo audited")
     assert own_yard.out("top", "--once").splitlines()[1].startswith("box")
-    lines = own_yard.out("audit", "ls", "--sandbox", box, "--json").splitlines()
+    lines = own_yard.out("audit", "ls", box, "--json").splitlines()
     assert any("echo audited" in json.dumps(json.loads(line)) for line in lines)
 
 

@@ -14,7 +14,7 @@ import click
 from forkyard import errors
 from forkyard.cli.app import EXIT_FAILED, App, note, pass_app, report
 from forkyard.cli.output import print_json, print_table, record
-from forkyard.cli.params import DURATION, given, json_option
+from forkyard.cli.params import DURATION, complete_sandbox, given, json_option
 
 if TYPE_CHECKING:
     from forkyard.types import AuditVerdict
@@ -41,15 +41,16 @@ def audit_verb() -> None:
 
 @audit_verb.command("ls", epilog="""\b
 Examples:
-  forkyard audit ls --sandbox work
+  forkyard audit ls work
   forkyard audit ls --since 10m --json | jq -r .kind""")
-@click.option("--sandbox", metavar="SANDBOX", help="Only what concerns this sandbox.")
+@click.argument("which", metavar="[SANDBOX]", required=False, shell_complete=complete_sandbox)
+@click.option("--sandbox", metavar="SANDBOX", help="The same as naming it.")
 @click.option("--since", type=Since(), metavar="TIME", help="From then on: 10m (ago), or 2030-01-31T12:00.")
 @json_option("Print one JSON record a line.")
 @pass_app
-def audit_ls(app: App, sandbox: str | None, since: float | None, as_json: bool) -> None:
-    """List audit records, the oldest first."""
-    records = app.client.audit(**given(sandbox=sandbox, since=since))
+def audit_ls(app: App, which: str | None, sandbox: str | None, since: float | None, as_json: bool) -> None:
+    """List audit records, of all or of one sandbox, the oldest first."""
+    records = app.client.audit(**given(sandbox=which or sandbox, since=since))
     if as_json:
         for item in records:
             sys.stdout.write(json.dumps(record(item), separators=(",", ":"), ensure_ascii=False) + "\n")
