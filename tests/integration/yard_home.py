@@ -69,7 +69,11 @@ class YardHome:
     def groups(self) -> list[str]:
         """The control groups of its boxes."""
         tag = f"forkyard-{hashlib.sha256(os.path.realpath(self.home).encode()).hexdigest()[:8]}"
-        return [str(sub) for top in cgroups_like(tag) for sub in Path(top).iterdir() if sub.is_dir()]
+        found = []
+        for top in cgroups_like(tag):
+            with contextlib.suppress(FileNotFoundError):  # gone with its daemon, while we look
+                found += [str(sub) for sub in Path(top).iterdir() if sub.is_dir()]
+        return found
 
     def layers(self) -> list[str]:
         """The layers that are no template's."""
