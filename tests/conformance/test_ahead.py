@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from yard_fixtures import Lives
 from yards import TestYard, until
 
@@ -117,3 +118,56 @@ def test_the_next_daemon_takes_them_away(lives: Lives) -> None:
     second = lives()
     assert not second.yard.context.machines.box_dir(found.id).exists()
     assert second.run(second.yard.out("one", "echo on")) == "on"
+
+
+async def test_one_that_died_a_moment_ago_costs_nothing(yard: TestYard) -> None:
+    await warm(yard)
+    await yard.create(name="one")
+    found = await ready(yard)
+    # As dead as it gets, and nobody has been told yet.
+    found.guest.lost = lambda error: None  # type: ignore[method-assign]
+    found.machine.died.clear()
+    await yard.engine.kill(found.machine)
+    found.machine.died.clear()
+    await yard.create(name="two")
+    assert await box_of(yard, "two") != found.id
+    assert await yard.out("two", "echo usable") == "usable"
+
+
+async def test_a_damaged_image_of_a_template_is_made_anew(yard: TestYard) -> None:
+    await warm(yard)
+    image = next(name for name in yard.context.images.names() if name.startswith("warm-"))
+    file = next(path for path in yard.context.images.path(image).iterdir() if path.name != "manifest.json")
+    file.write_bytes(b"")
+    made = await yard.create(name="one")
+    assert made.state == "running" and await yard.out("one", "echo usable") == "usable"
+    await until(lambda: yard.yard.templates.info(yard.yard.templates.get("base")).warm, "base is warm again")
+    await yard.create(name="two")
+
+
+async def test_they_go_with_their_snapshot_though_its_disk_stays(yard: TestYard) -> None:
+    await yard.create(name="one")
+    await yard.snapshot("one", "gold")
+    image = image_of(yard, "gold")
+    await yard.create(name="first", snapshot="gold")
+    await ready(yard, image)
+    await yard.snapshot("first", "later")
+    await yard.delete("first")
+    await yard.delete_snapshot("gold")
+    assert not waiting(yard, image)
+
+
+@pytest.mark.only(lambda kind, **_: kind.real)
+async def test_a_hook_that_ends_a_program_does_not_hide_it(yard: TestYard) -> None:
+    await yard.create(name="one", user="root")
+    pid = await yard.background("one", "exec counter /root/n")
+    await yard.counting("one", "/root/n", 3)
+    hook = f"#!/bin/sh\nkill -9 {pid}\n"
+    await yard.shell("one", "mkdir -p /etc/forkyard/on-fork.d")
+    files = {"/etc/forkyard/on-fork.d/10": hook.encode()}
+    await yard.yard.files.write_files(rq.WriteFiles(sandbox="one", files=files, mode=0o755), yard.caller)
+    await yard.snapshot("one", "gold")
+    await yard.create(name="first", snapshot="gold")
+    assert not (await yard.shell("first", f"grep counter /proc/{pid}/stat | grep -v ' Z '")).ok
+    await asyncio.sleep(1)
+    assert not waiting(yard, image_of(yard, "gold"))

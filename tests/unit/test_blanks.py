@@ -148,3 +148,29 @@ async def test_all_are_dropped(maker: Maker) -> None:
     await maker.blanks.drop_all()
     maker.gate.set()
     await until(lambda: maker.dropped == maker.made == [1, 2])
+
+
+async def test_a_kind_that_cannot_be_made_any_more_ends_nothing(maker: Maker) -> None:
+    """Two of it are asked for at once, and the first finds that there are none."""
+    maker.fails = True
+    for _ in range(2):
+        assert await maker.blanks.take(KIND) is None
+    await until(lambda: not maker.blanks.knows(KIND))
+    maker.fails = False
+    assert await maker.blanks.take(OTHER) is None
+    await until(lambda: maker.kept == 1)
+
+
+async def test_one_that_cannot_be_dropped_ends_nothing(maker: Maker) -> None:
+    real = maker.blanks.drop
+
+    async def drop(_: int) -> None:
+        raise OSError("busy")
+
+    assert await maker.blanks.take(KIND) is None
+    await until(lambda: maker.blanks.ready != [])
+    maker.blanks.drop = drop  # type: ignore[method-assign]
+    await maker.blanks.forget(KIND)
+    maker.blanks.drop = real  # type: ignore[method-assign]
+    assert await maker.blanks.take(OTHER) is None
+    await until(lambda: maker.blanks.knows(OTHER) and maker.blanks.ready != [])

@@ -48,7 +48,6 @@ class Identity:
     generation: int = 0
     fork: bool = False
     seed: bytes = field(default_factory=lambda: secrets.token_bytes(64))
-    wall_time: float = field(default_factory=time.time)
     network: int = 0
 
     def encode(self) -> bytes:
@@ -58,7 +57,7 @@ class Identity:
             raise InvalidRequestError(f"{self.machine_id!r} is no machine id")
         p = Packer().u32(1 if self.fork else 0).u32(self.generation)
         p.str(self.hostname.encode()).str(self.machine_id.encode()).str(self.fork_id.encode()[:120])
-        return p.str(self.seed[:512]).u64(int(self.wall_time * 1e9)).u32(self.network).done()
+        return p.str(self.seed[:512]).u64(time.time_ns()).u32(self.network).done()
 
 
 @dataclass(frozen=True, slots=True)

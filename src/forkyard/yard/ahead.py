@@ -9,18 +9,14 @@ has programs in it is never started ahead: they would have gone on meanwhile.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forkyard.errors import ForkyardError
 from forkyard.yard.blanks import Blanks
 
 if TYPE_CHECKING:
     from forkyard.yard.machines import Box, Start
-
-log = logging.getLogger("forkyard.yard")
 
 # Each costs a sandbox's idle memory, so that fewer are kept than of blanks.
 KINDS, MOST = 3, 4
@@ -58,10 +54,10 @@ class Ahead:
         if size <= LARGEST:
             self._quiet.add(image)
 
-    async def learn(self, start: Start, box: Box, size: int) -> None:
-        """Look whether anything but the agent runs in what that start has just restored, and have
-        another ready if not."""
-        if start.image is None or start.image.name in self._quiet or size > LARGEST:
+    async def learn(self, start: Start, box: Box) -> None:
+        """Look whether anything but the agent runs in what was just restored, before it has a name and
+        its hooks run, and have another ready if not."""
+        if start.image is None or start.image.name in self._quiet:
             return
         if not (await box.guest.activity()).processes:
             self._quiet.add(start.image.name)
@@ -69,6 +65,7 @@ class Ahead:
 
     def _note(self, start: Start) -> Key:
         key = _key(start)
+        self._starts = {known: kept for known, kept in self._starts.items() if self.stock.knows(known)}
         # Nobody's: what it asks of a network meanwhile is not the present sandbox's to answer.
         self._starts[key] = dataclasses.replace(start, serve=lambda guest: None)
         return key
@@ -85,22 +82,18 @@ class Ahead:
         return None
 
     async def _make(self, key: Key) -> Box | None:
-        start = self._starts[key]
-        if start.image is None or not start.image.is_dir():
+        start = self._starts.get(key)
+        if start is None or start.image is None or not start.image.is_dir():
             return None  # deleted meanwhile
         return await self._start(start)
 
-    async def leave(self, layers: Iterable[str]) -> None:
-        """Drop those that stand on any of these layers, which are to go."""
+    async def leave(self, layers: Iterable[str] = (), image: str | None = None) -> None:
+        """Drop those that stand on any of these layers, or came from that image, which are to go."""
         gone = set(layers)
-        for key in [key for key in self._starts if gone.intersection(key[2])]:
-            start = self._starts.pop(key)
-            if start.image is not None:
-                self._quiet.discard(start.image.name)
-            try:
-                await self.stock.forget(key)
-            except (ForkyardError, OSError) as error:
-                log.warning("ending a machine that was started ahead: %s", error)
+        for key in [key for key in self._starts if gone.intersection(key[2]) or key[1].name == image]:
+            del self._starts[key]
+            self._quiet.discard(key[1].name)
+            await self.stock.forget(key)
 
 
 def _key(start: Start) -> Key:

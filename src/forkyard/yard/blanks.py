@@ -143,6 +143,10 @@ class Blanks(Generic[K, S]):
                     await self._empty(stock, 0)
             raise
 
+    def knows(self, kind: K) -> bool:
+        """Whether it is one of the kinds that are kept."""
+        return kind in self._kinds
+
     @property
     def ready(self) -> list[S]:
         """All that wait."""
@@ -161,8 +165,8 @@ class Blanks(Generic[K, S]):
             missing = self._missing()
             if missing and self._room():
                 async with asyncio.TaskGroup() as group:
-                    for kind in missing[:AT_ONCE]:
-                        group.create_task(self._fill(kind))
+                    for kind, stock in missing[:AT_ONCE]:
+                        group.create_task(self._fill(kind, stock))
                 self._wake.set()
 
     async def _calm(self) -> None:
@@ -182,20 +186,23 @@ class Blanks(Generic[K, S]):
 
     async def _empty(self, stock: _Stock[S], left: int) -> None:
         while len(stock.ready) > left:
-            await self.drop(stock.ready.pop())
+            blank = stock.ready.pop()
+            try:
+                await self.drop(blank)
+            except (ForkyardError, OSError) as error:
+                log.warning("dropping what was made ahead: %s", error)
 
-    def _missing(self) -> list[K]:
-        """The kinds of the blanks to make, the kind asked for last first."""
+    def _missing(self) -> list[tuple[K, _Stock[S]]]:
+        """What to make, the kind asked for last first."""
         room = self._most - sum(len(stock.ready) for stock in self._kinds.values())
         kinds = [
-            kind
+            (kind, stock)
             for kind, stock in reversed(self._kinds.items())
             for _ in range(stock.wanted() - len(stock.ready))
         ]
         return kinds[: max(0, room)]
 
-    async def _fill(self, kind: K) -> None:
-        stock = self._kinds[kind]
+    async def _fill(self, kind: K, stock: _Stock[S]) -> None:
         stock.coming += 1
         blank = None
         try:
@@ -204,10 +211,10 @@ class Blanks(Generic[K, S]):
             log.info("no blank could be made: %s", error)
         finally:
             stock.came(blank)
-        if blank is None:
+        if blank is None and self._kinds.get(kind) is stock:
             # Not again until a start asks for it: it would go as this one did.
-            self._kinds.pop(kind, None)
-        if self._kinds.get(kind) is not stock:
+            del self._kinds[kind]
+        if self._kinds.get(kind) is not stock:  # forgotten meanwhile
             await self._empty(stock, 0)
 
     async def forget(self, kind: K) -> None:

@@ -24,6 +24,7 @@ import msgspec
 
 from forkyard.errors import (
     ConflictError,
+    CorruptSnapshotError,
     ForkyardError,
     InternalError,
     SandboxLostError,
@@ -31,14 +32,15 @@ from forkyard.errors import (
 from forkyard.host.failpoint import failpoint
 from forkyard.requests import Caller, CreateSandbox, Lease
 from forkyard.types import SandboxInfo
-from forkyard.yard import overuse, warmup
+from forkyard.yard import names, overuse, warmup
 from forkyard.yard.admission import Admission
 from forkyard.yard.again import made_sandboxes, mark_of
+from forkyard.yard.ahead import LARGEST
 from forkyard.yard.background import begin, finish
 from forkyard.yard.commands import is_root
 from forkyard.yard.context import Context, locked
 from forkyard.yard.leases import Leases
-from forkyard.yard.machines import Box, Start, identity
+from forkyard.yard.machines import Box, Start
 from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc
 from forkyard.yard.names import snapshot_id
 from forkyard.yard.network import Network
@@ -179,15 +181,16 @@ class Lifecycle:
         network = await self.network.prepare(sandbox)
         await failpoint("ignite.network")
         doc.generation += 1
+        await self._sound_image(sandbox, plan)
         fork = plan.image is not None
-        who = identity(doc.name, doc.id, generation=doc.generation, fork=fork, network=network)
+        who = names.identity(doc.name, doc.id, generation=doc.generation, fork=fork, network=network)
         image = plan.image_path(self.context)
-        if image is not None:
-            await self.context.images.verify(image.name)
-            if plan.quiet:
-                self.context.machines.ahead.quiet(image.name, plan.image_bytes or 0)
+        if image is not None and plan.quiet:
+            self.context.machines.ahead.quiet(image.name, plan.image_bytes or 0)
+        named = plan.start_from is not None and plan.start_from.kind == "snapshot"
+        learn = named and (plan.image_bytes or 0) <= LARGEST
         serve = functools.partial(self.network.serve, sandbox)
-        start = Start(doc.layers, plan.limits, who, plan.agent, image, serve)
+        start = Start(doc.layers, plan.limits, who, plan.agent, image, serve, learn)
         started = await self.context.machines.start(start)
         self.bind(sandbox, started)
         if started.layers != doc.layers:
@@ -208,10 +211,24 @@ class Lifecycle:
         doc.start_ms = round(started.start_ms, 2)
         if plan.start_from is not None:
             plan.start_from.verified = True
-            if plan.start_from.kind == "snapshot":
-                learn = self.context.machines.ahead.learn(start, started, plan.image_bytes or 0)
-                begin(self.context.tg, learn)
         sandbox.signal()
+
+    async def _sound_image(self, sandbox: Sandbox, plan: Plan) -> None:
+        """Check a plan's image. A template's is a cache: if it is damaged, the start is a cold one."""
+        image = plan.image
+        if image is None:
+            return
+        try:
+            await self.context.images.verify(image)
+        except CorruptSnapshotError as error:
+            if plan.template is None:
+                raise
+            log.warning("%s: it is made anew", error)
+            await self.context.machines.ahead.leave(image=image)
+            await self.context.images.delete_async(image)
+            plan.image, plan.cold, plan.quiet = None, plan.template, False
+            if sandbox.doc.layers != plan.template.layers:  # what the warm command wrote
+                await self._move_layers(sandbox, plan.template.layers)
 
     async def _machine_of(self, sandbox: Sandbox) -> Box:
         return (await self.running(sandbox.id))[1]

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -40,6 +39,7 @@ UNDO_DEADLINE_S = 60
 ATTACH_TIMEOUT_S = 20
 QUIESCE_S = 0.25
 PAUSED_S = 2.0
+AHEAD_ANSWERS_S = 2.0
 # Above this much dirty data a seal would make the paused source wait for the disk.
 DIRTY_MB = 16
 SYNC_ROUNDS = 3
@@ -65,7 +65,8 @@ class Limits:
 class Start:
     """What to start: read-only ``layers`` (top first), and the memory in ``image`` unless None.
 
-    ``serve`` is given the guest before it is heard, to answer what it asks of its network.
+    ``serve`` is given the guest before it is heard, to answer what it asks of its network. ``learn``:
+    whether to look what runs in the image, since it may be started ahead if nothing does.
     """
 
     layers: list[str]
@@ -74,6 +75,7 @@ class Start:
     agent: str
     image: Path | None = None
     serve: Callable[[Guest], None] = lambda guest: None
+    learn: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -175,22 +177,35 @@ class Machines:
         begun = time.perf_counter()
         with span("take one started ahead"):
             box = await self.ahead.take(start)
-        ahead = box is not None
-        if box is None:
-            box = await self._launch(start)
+        if box is not None:
+            box.steps_ms.clear()
+            start.serve(box.guest)
+            try:
+                return await self._hand_over(box, start, begun, waited=True)
+            except (SandboxLostError, DeadlineError) as error:
+                # It died, or hung, a moment ago: another is started.
+                log.info("a machine that was started ahead: %s", error)
+        return await self._hand_over(await self._launch(start), start, begun)
+
+    async def _hand_over(self, box: Box, start: Start, begun: float, *, waited: bool = False) -> Box:
+        """Give a machine its limits and its name; it is ended if that fails."""
         async with _Undo(self.tg) as undo:
             undo.push(self.end, box)
-            if ahead:
-                box.steps_ms.clear()
-                start.serve(box.guest)
             await failpoint("start.heard")
             named = time.perf_counter()
+            if waited:
+                await box.guest.ping(AHEAD_ANSWERS_S)
+            elif start.learn:
+                await self.ahead.learn(start, box)
+            if box.cgroup is not None:
+                # Before the image's hooks run.
+                self._limit(box.cgroup, start.limits)
             with span("identify"):
                 await box.guest.identify(start.identity)
             await failpoint("start.identified")
             if box.cgroup is not None:
                 # Only now: the quota would make the start itself wait for its next period.
-                self._limit(box.cgroup, start.limits)
+                box.cgroup.update(cpus=start.limits.cpus)
             undo.keep()
         now = time.perf_counter()
         box.steps_ms["agent"] = box.steps_ms.get("agent", 0.0) + (now - named) * 1e3
@@ -255,7 +270,6 @@ class Machines:
         cgroup.update(
             mem_mb=limits.mem_mb,
             mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
-            cpus=limits.cpus,
             pids=thread_limit(limits.processes),
         )
 
@@ -278,7 +292,7 @@ class Machines:
         agent, mem_mb, disk_mb, processes = kind
         limits = Limits(0, mem_mb, disk_mb, mem_mb, disk_mb, processes)
         async with _Undo(self.tg) as undo:
-            site = self._lay_out(Start([], limits, identity("blank", "", generation=0), agent))
+            site = self._lay_out(Start([], limits, names.identity("blank", "", generation=0), agent))
             undo.push(self.remove, site.id)
             with span("make a blank"):
                 site.prepared = await self.engine.prepare(site.spec)
@@ -572,19 +586,3 @@ async def _within(step: Any) -> None:
             await step
     except (ForkyardError, OSError, TimeoutError) as error:
         log.error("undo step failed: %r", error)
-
-
-def identity(name: str, sandbox: str, *, generation: int, fork: bool = False, network: int = 0) -> Identity:
-    """A new identity for a machine: host name, machine id, fork id and fresh randomness.
-
-    ``fork`` is for every machine that comes out of an image: its commands have lost their
-    readers, and its programs' own generators are copies.
-    """
-    return Identity(
-        hostname=names.host_name(name),
-        machine_id=secrets.token_hex(16),
-        fork_id=sandbox,
-        generation=generation,
-        fork=fork,
-        network=network,
-    )

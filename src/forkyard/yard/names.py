@@ -7,6 +7,7 @@ import secrets
 import uuid
 
 from forkyard.errors import InvalidRequestError
+from forkyard.guest import Identity
 
 _NAME = re.compile(r"[A-Za-z0-9._:@+/=-]{1,128}")
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -61,3 +62,19 @@ def host_name(name: str) -> str:
     """A host name made of a sandbox's name: lower case letters, digits and hyphens, at most 63."""
     cleaned = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].strip("-")
     return cleaned or "sandbox"
+
+
+def identity(name: str, sandbox: str, *, generation: int, fork: bool = False, network: int = 0) -> Identity:
+    """A new identity for a machine: host name, machine id, fork id and fresh randomness.
+
+    ``fork`` is for every machine that comes out of an image: its commands have lost their
+    readers, and its programs' own generators are copies.
+    """
+    return Identity(
+        hostname=host_name(name),
+        machine_id=secrets.token_hex(16),
+        fork_id=sandbox,
+        generation=generation,
+        fork=fork,
+        network=network,
+    )

@@ -30,8 +30,8 @@ MAX_ENV_BYTES = 1 << 20
 class Plan:
     """A sandbox to be: its document so far, its layers, and the memory image to restore.
 
-    ``cold`` is the template to warm behind, if this start had to be a cold one. ``quiet``: nothing
-    runs in the image but the agent.
+    ``template`` is where it starts from one, ``cold`` that one if it has to be warmed behind this
+    start. ``quiet``: nothing runs in the image but the agent.
     """
 
     doc: SandboxDoc
@@ -42,6 +42,7 @@ class Plan:
     cold: TemplateDoc | None = None
     start_from: SnapshotDoc | None = None
     quiet: bool = False
+    template: TemplateDoc | None = None
 
     def image_path(self, context: Context) -> Path | None:
         return context.images.path(self.image) if self.image else None
@@ -113,8 +114,7 @@ def _from_template(
         **_limit_fields(bounds),
         **common,
     )
-    plan = Plan(doc, bounds, context.agent)
-    plan.image = image
+    plan = Plan(doc, bounds, context.agent, image, template=template)
     if plan.image is None:
         plan.cold = template
     else:

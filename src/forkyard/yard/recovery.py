@@ -15,8 +15,9 @@ from pathlib import Path
 from forkyard.errors import ForkyardError, SandboxLostError
 from forkyard.host import process
 from forkyard.host.files import rmtree
+from forkyard.yard import names
 from forkyard.yard.lifecycle import Lifecycle
-from forkyard.yard.machines import Start, identity
+from forkyard.yard.machines import Start
 from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc
 from forkyard.yard.snapshots import limits_of_sandbox
 
@@ -68,7 +69,7 @@ class Recovery:
         start = Start(
             doc.layers,
             limits_of_sandbox(doc),
-            identity(doc.name, doc.id, generation=doc.generation),
+            names.identity(doc.name, doc.id, generation=doc.generation),
             doc.agent,
             serve=lambda guest: self.lifecycle.network.serve(sandbox, guest),
         )

@@ -48,12 +48,13 @@ class Snapshots:
         if not unheld:
             return
         kept = self.template_layers()
-        await self.context.machines.ahead.leave(set(unheld) - kept)
         async with contextlib.AsyncExitStack() as steps:
             for layer in unheld:
                 self.holders.pop(layer, None)
                 if layer not in kept:
                     steps.push_async_callback(self.context.disks.drop_layer, layer)
+            # Called first: nothing may stand on a layer that goes.
+            steps.push_async_callback(self.context.machines.ahead.leave, set(unheld) - kept)
             await failpoint("layers.unheld")
 
     def find(self, ref: str) -> SnapshotDoc | None:
@@ -160,6 +161,7 @@ class Snapshots:
             steps.push_async_callback(self.release, doc.layers)
             if doc.image is not None:
                 steps.push_async_callback(self.context.images.delete_async, doc.image)
+                steps.push_async_callback(self.context.machines.ahead.leave, image=doc.image)
             await failpoint("discard.saved")
 
     def users(self, doc: SnapshotDoc) -> list[str]:

@@ -28,10 +28,10 @@ from forkyard.errors import CorruptSnapshotError, ForkyardError, NotFoundError, 
 from forkyard.host.failpoint import failpoint
 from forkyard.host.files import write_atomic
 from forkyard.types import TemplateInfo
-from forkyard.yard import warmup
+from forkyard.yard import names, warmup
 from forkyard.yard.background import finish
 from forkyard.yard.context import Context
-from forkyard.yard.machines import Box, Limits, Start, identity
+from forkyard.yard.machines import Box, Limits, Start
 
 log = logging.getLogger("forkyard.yard")
 
@@ -285,7 +285,7 @@ class Templates:
 
     async def _warm(self, doc: TemplateDoc, shaped: Limits, name: str, say: warmup.Say | None) -> None:
         context = self.context
-        who = identity("sandbox", "", generation=0)
+        who = names.identity("sandbox", "", generation=0)
         box = await context.machines.start(Start(doc.layers, shaped, who, context.agent))
         try:
             await failpoint("template.booted")
