@@ -531,9 +531,10 @@ async def test_more_output_than_asked_for_is_refused(wire: Wire) -> None:
 
 async def test_lost_ends_everything_that_waits(guest: Guest) -> None:
     process = await spawn(guest, "sleep 30")
-    os.kill(process.pid, signal.SIGKILL)
     async with asyncio.TaskGroup() as tg:
-        await guest.quiesce()
+        assert await guest.quiesce()
+        # Only now: its end may not be told before.
+        os.kill(process.pid, signal.SIGKILL)
         one = tg.create_task(_expect(guest.processes(), SandboxLostError))
         two = tg.create_task(_expect(process.wait(), SandboxLostError))
         await asyncio.sleep(0)
