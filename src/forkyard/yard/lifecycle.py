@@ -27,6 +27,7 @@ from forkyard.errors import (
     CorruptSnapshotError,
     ForkyardError,
     InternalError,
+    NotFoundError,
     SandboxLostError,
 )
 from forkyard.host.failpoint import failpoint
@@ -220,7 +221,7 @@ class Lifecycle:
             return
         try:
             await self.context.images.verify(image)
-        except CorruptSnapshotError as error:
+        except (CorruptSnapshotError, NotFoundError) as error:  # gone: another start found it first
             if plan.template is None:
                 raise
             log.warning("%s: it is made anew", error)
