@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import pwd
 import socket
 import struct
 from collections.abc import Iterator
@@ -16,9 +18,12 @@ from test_egress_policy import hello
 
 from forkyard.egress import reach as reaching
 from forkyard.egress.account import AGAIN_S, BURST, Account
+from forkyard.egress.broker import Wire
 from forkyard.egress.policy import Policy
 from forkyard.egress.reach import Reach, UnreachableError
+from forkyard.guest import SpawnSpec, channel
 from forkyard.guest.channel import MAX_OPENED
+from forkyard.guest.network import MUCH
 from forkyard.host.failpoint import armed
 from forkyard.wire import Op, Packer, Type, encode
 
@@ -374,6 +379,63 @@ async def test_a_stalled_download_holds_nobody_up(agent: Path, tmp_path: Path) -
         for _, _, other in stalled:
             other.transport.abort()
         writer.close()
+
+
+async def test_a_command_goes_before_what_carries_much(
+    agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one runs, a large download stands still, a small one does not; and not for ever."""
+
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(bytes(65536))
+                await writer.drain()
+        writer.close()
+
+    async def sent_in_five_turns(net: Net, connection: Wire) -> int:
+        await net.guest.ping(20)
+        before = connection.sent
+        for _ in range(5):
+            await net.guest.ping(20)
+        return connection.sent - before
+
+    async def moves(connection: Wire) -> None:
+        before = connection.sent
+        async with asyncio.timeout(20):
+            while connection.sent < before + (1 << 20):
+                await large.readexactly(65536)
+
+    me = pwd.getpwuid(os.getuid()).pw_name
+    cat = SpawnSpec(["/bin/cat"], {}, user=me, stdin="pipe")
+    monkeypatch.setattr(channel, "HOLD_S", 60)
+    async with (
+        server(pour) as fast,
+        server(echo) as port,
+        networked(agent, tmp_path, Policy.of("allow", ["127.0.0.1"])) as net,
+        asyncio.TaskGroup() as group,
+    ):
+        _, large, writer = await proxied(net, f"127.0.0.1:{fast}")
+        await large.readexactly(2 * MUCH)
+        (connection,) = net.gate._carried
+        command = await net.guest.spawn(cat)
+        drained = group.create_task(large.readexactly(64 << 20))
+        assert await sent_in_five_turns(net, connection) == 0
+        _, small, other = await proxied(net, f"127.0.0.1:{port}")
+        other.write(b"quick")
+        async with asyncio.timeout(20):
+            assert await small.readexactly(5) == b"quick"
+        command.close_stdin()
+        await command.wait()
+        async with asyncio.timeout(20):
+            await drained
+        # A second one right after it has no right to that.
+        again = await net.guest.spawn(cat)
+        await moves(connection)
+        again.close_stdin()
+        await again.wait()
+        writer.transport.abort()
+        other.close()
 
 
 async def test_ports_inside(agent: Path, tmp_path: Path) -> None:

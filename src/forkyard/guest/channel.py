@@ -40,6 +40,9 @@ MAX_MESSAGE = 8 << 20
 FORGIVEN_S = 60.0
 # Bulk data waits for its turn while more than this is queued, so that a command never waits long.
 BULK_BYTES = 64 << 10
+# A command that begins goes first: connections that carry much stand still until it ends, or this
+# long, and then stand no more for a while. Not the wire is short then, but the guest's CPU.
+HOLD_S, REST_S = 0.1, 0.05
 # What a guest may have open at a time. An agent keeps to less.
 MAX_OPENED = 512
 _STRAY = frozenset({Type.OPENED, Type.END, Type.RESET, Type.DATA, Type.EOF, Type.ACK, Type.EXIT, Type.ERROR})
@@ -87,6 +90,10 @@ class Channel:
         self._guests = 0
         self._guest_last = 0
         self._turns: deque[asyncio.Future[None]] = deque()
+        self._calm = asyncio.Event()
+        self._calm.set()
+        self._hold: asyncio.TimerHandle | None = None
+        self._hold_again = 0.0
         self._partial: dict[tuple[int, int], list[bytes]] = {}
         self._partial_bytes = 0
         self._next = 1
@@ -127,6 +134,7 @@ class Channel:
         self._out.clear()
         self._out_bytes = 0
         self._room.set()
+        self.go_on()
         self._fail_all(error, streams=True)
         if isinstance(error, SandboxLostError) and error.cause != "host":
             self.on_lost(error)
@@ -249,6 +257,27 @@ class Channel:
                     self._next_turn()
                 raise
             self._check()
+
+    def hold(self) -> None:
+        """A command begins: see :data:`HOLD_S`."""
+        self._check()
+        assert self._loop is not None
+        now = self._loop.time()
+        if now >= self._hold_again:
+            self._hold_again = now + HOLD_S + REST_S
+            self._calm.clear()
+            self._hold = self._loop.call_later(HOLD_S, self.go_on)
+
+    def go_on(self) -> None:
+        """The command has ended."""
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
+            self._calm.set()
+
+    async def calm(self) -> None:
+        """Wait while a command goes first."""
+        await self._calm.wait()
 
     def _next_turn(self) -> None:
         """One at a time: whoever is woken has sent its frame when this looks again."""

@@ -233,6 +233,7 @@ class Guest(GuestFiles):
         """
         payload = spec.encode()
         process = GuestProcess(self._channel, stdin=spec.pty or spec.stdin == "pipe")
+        self._channel.hold()
         self._channel.send(*wire.encode_request(Op.SPAWN, process.stream, self._channel.epoch, payload))
         return await self._started(process, "the command", timeout_s, new=True)
 

@@ -20,6 +20,8 @@ from forkyard.wire import Frame, Op, Packer, Type, Unpacker, Via, WireError
 MAX_HOST = 255
 MAX_PORTS = 16
 ACK_EVERY = 64 << 10
+# From here on a connection carries much, and lets commands go first: short answers never wait.
+MUCH = 1 << 20
 TO_GUEST, FROM_GUEST = 0, 1
 
 
@@ -145,6 +147,8 @@ class Connection:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
+            if self.sent >= MUCH:
+                await self._channel.calm()
             try:
                 await self._channel.turn()
             except ForkyardError as error:

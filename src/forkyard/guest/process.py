@@ -217,6 +217,7 @@ class GuestProcess:
             )
             self._end_stdin()
             self._wake.set()
+            self._channel.go_on()
         elif frame.type == Type.OPENED:
             self._on_opened(frame, u)
         elif frame.type == Type.EOF:
