@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import http.server
 import json
 import os
@@ -480,13 +481,28 @@ def test_any(client: Client) -> None:  # noqa: F811
     assert client.shell("any", f"{page}; {direct}; {socks}", timeout_s=60).stdout == "200 200 200 "
 
 
+def _ssh_from_one_to_itself(client: Client) -> None:  # noqa: F811
+    """Out through the proxy, and in again by the port that is exposed."""
+    setup = "mkdir -p /run/sshd /root/.ssh && ssh-keygen -q -N '' -f /root/.ssh/id_ed25519 -t ed25519 && "
+    setup += "cp /root/.ssh/id_ed25519.pub /root/.ssh/authorized_keys && /usr/sbin/sshd -p 2222"
+    client.shell("apt", setup, user="root", check=True)
+    port = client.expose("apt", 2222).rpartition(":")[2]
+    client.set_egress("apt", egress_allow=[f"127.0.0.1:{port}", "ok.example"])
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"]
+    proxy = ["-o", "ProxyCommand=nc -X connect -x 127.0.0.1:3128 %h %p", "-p", port]
+    done = client.exec("apt", [*ssh, *proxy, "127.0.0.1", "seq 1 50000 | md5sum"], user="root", timeout_s=60)
+    assert done.stdout.split()[0] == hashlib.md5(b"".join(b"%d\n" % n for n in range(1, 50001))).hexdigest()
+    refused = client.exec("apt", [*ssh, "no.example", "true"], user="root", timeout_s=60)
+    assert refused.exit_code == 255 and "resolve hostname" in refused.stderr
+
+
 @pytest.mark.net
 @pytest.mark.slow
-def test_apt_and_then_npm_and_musl(client: Client) -> None:  # noqa: F811
+def test_apt_and_then_npm_musl_and_ssh(client: Client) -> None:  # noqa: F811
     if not all(map(reachable, preset("@apt"))):
         pytest.skip("this machine's package sources cannot be reached")
     client.create_sandbox("apt", type="medium", egress_allow=["@apt", "ok.example"])
-    wanted = "musl-tools nodejs" if shutil.which("npm") else "musl-tools"
+    wanted = "openssh-client openssh-server netcat-openbsd musl-tools" + " nodejs" * bool(shutil.which("npm"))
     done = client.shell(
         "apt",
         f"(apt-get update -qq && apt-get install -y -qq --no-install-recommends {wanted}) 2>&1 | tail -n3",
@@ -502,6 +518,7 @@ def test_apt_and_then_npm_and_musl(client: Client) -> None:  # noqa: F811
         "apt", "cd /tmp && musl-gcc -o look look.c && ./look ok.example && ./look no.example"
     )
     assert compiled.stdout.split() == ["0", "-2"], done.stdout + compiled.stderr
+    _ssh_from_one_to_itself(client)
     if "nodejs" not in wanted:
         return
     client.set_egress("apt", egress_allow=["@npm"])
