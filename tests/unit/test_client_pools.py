@@ -53,6 +53,20 @@ def test_more_than_are_ready(client: Client) -> None:
         until(lambda: pool.ready >= 1)
 
 
+def test_what_somebody_ended_is_not_handed_out(client: Client) -> None:
+    with client.pool("box", 2) as pool:
+        until(lambda: pool.ready == 2)
+        ready = [info for info in client.list_sandboxes() if info.name != "box"]
+        client.delete_sandbox(ready[0].id)
+        client.stop_sandbox(ready[1].id)
+        assert pool.acquire(DEADLINE_S).id not in {info.id for info in ready}
+
+
+def test_an_asynchronous_pool_without_a_loop() -> None:
+    with pytest.raises(ConflictError, match="event loop"):
+        AsyncClient().pool("box", 1)
+
+
 def test_a_state_that_is_gone_is_taken_again(client: Client, daemon: ThreadedDaemon) -> None:
     with client.pool("box", 1) as pool:
         until(lambda: pool.ready == 1)

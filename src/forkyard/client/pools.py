@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,11 @@ class _Stock:
             raise self.failure
         return taken
 
+    @staticmethod
+    def usable(now: SandboxInfo) -> bool:
+        """Whether a copy is still what was made: meanwhile it was anybody's to stop or to break."""
+        return now.state == "running"
+
     def late(self, timeout_s: float | None) -> errors.DeadlineError:
         return errors.DeadlineError(
             f"no copy of {self.source!r} was ready within {timeout_s} s", retryable=True
@@ -144,8 +150,22 @@ class Pool:
             CapacityError, NotFoundError, ...: none is ready, and none can be made.
             DeadlineError: none was ready in time. ConflictError: the pool is closed.
         """
+        self._stock.check_owner()  # before the lock, which a thread of the parent may have held at the fork
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            taken = self._take(timeout_s, deadline)
+            try:
+                now = self._client.get_sandbox(taken.id)
+            except errors.NotFoundError:
+                continue  # somebody deleted it
+            except BaseException:
+                self._stock.ready.appendleft(taken)
+                raise
+            if self._stock.usable(now):
+                return now
+
+    def _take(self, timeout_s: float | None, deadline: float | None) -> SandboxInfo:
         stock = self._stock
-        stock.check_owner()  # before the lock, which a thread of the parent may have held at the fork
         with self._changed:
             taken = stock.take()
             if taken is None:
@@ -153,7 +173,8 @@ class Pool:
                 stock.failure = None
                 self._changed.notify_all()
                 try:
-                    if not self._changed.wait_for(stock.settled, timeout_s):
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if not self._changed.wait_for(stock.settled, left):
                         raise stock.late(timeout_s)
                 finally:
                     stock.waiting -= 1
@@ -207,6 +228,13 @@ class AsyncPool:
     """Keeps ``size`` copies of ``source`` ready; see :meth:`forkyard.AsyncClient.pool`."""
 
     def __init__(self, client: AsyncClient, source: str, size: int, options: dict[str, Any]) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise errors.ConflictError(
+                "an asynchronous pool is filled by a running event loop, and there is none",
+                hint="make it inside of a coroutine",
+            ) from None
         self._client = client
         self._stock = _Stock(source, size, options)
         self._changed = asyncio.Condition()
@@ -227,6 +255,20 @@ class AsyncPool:
             CapacityError, NotFoundError, ...: none is ready, and none can be made.
             DeadlineError: none was ready in time. ConflictError: the pool is closed.
         """
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        while True:
+            taken = await self._take(timeout_s, deadline)
+            try:
+                now = await self._client.get_sandbox(taken.id)
+            except errors.NotFoundError:
+                continue  # somebody deleted it
+            except BaseException:
+                self._stock.ready.appendleft(taken)
+                raise
+            if self._stock.usable(now):
+                return now
+
+    async def _take(self, timeout_s: float | None, deadline: float | None) -> SandboxInfo:
         stock = self._stock
         async with self._changed:
             taken = stock.take()
@@ -235,7 +277,7 @@ class AsyncPool:
                 stock.failure = None
                 self._changed.notify_all()
                 try:
-                    async with asyncio.timeout(timeout_s):
+                    async with asyncio.timeout_at(deadline):
                         await self._changed.wait_for(stock.settled)
                 except TimeoutError:
                     raise stock.late(timeout_s) from None
