@@ -321,6 +321,45 @@ async def test_the_store_grows_in_reserved_steps(tmp_home):
         await store.close()
 
 
+async def test_what_writers_were_promised_is_not_free(tmp_home):
+    """Or a quick one would find the store full before anybody saw a reason to let it grow."""
+    store = DiskStore(tmp_home, _Settings(store_gb=4))
+    await store.open()
+    try:
+        box = await store.create_box("bx1", [await _base(store)], 3000)
+        before = store.backend.free_bytes()
+        with open(box.rootfs / "big", "wb", buffering=0) as file:
+            file.write(bytes(256 << 20))  # into the page cache: nothing of it is laid out yet
+            assert before - store.backend.free_bytes() > 200 << 20
+    finally:
+        await store.sweep([], [])
+        await store.close()
+
+
+async def test_growing_that_failed_is_tried_again(tmp_home, monkeypatch):
+    store = DiskStore(tmp_home, _Settings(store_gb=4))
+    await store.open()
+    real, failures = store._have_room, [CapacityError("full"), OSError(errno.ENOSPC, "full")]
+    grown = asyncio.Event()
+
+    async def fails_first(wanted: int) -> bool:
+        if failures:
+            raise failures.pop()
+        grown.set()
+        return await real(wanted)
+
+    monkeypatch.setattr(store, "_have_room", fails_first)
+    try:
+        async with asyncio.TaskGroup() as tg:
+            watch = _Group(tg)
+            store.start(watch)
+            async with asyncio.timeout(20):
+                await grown.wait()
+            watch.cancel()
+    finally:
+        await store.close()
+
+
 @pytest.fixture
 def small_host(tmp_home, monkeypatch):
     """A home on a host disk of 700 MiB, and a store that takes it in small steps."""

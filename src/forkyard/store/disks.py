@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import re
 import stat
@@ -47,6 +48,8 @@ __all__ = ["BoxDisk", "DiskStore", "Space", "Stray"]
 
 T = TypeVar("T")
 _MIB = 1 << 20
+log = logging.getLogger("forkyard.store")
+
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_LAYERS = 499
 _LONG_CHAIN = 32
@@ -54,7 +57,7 @@ _LONG_CHAIN = 32
 _FLOOR = 128 * _MIB
 # what a box may write however much of its limit its layers hold already
 _LEAST_LIMIT_MB = 64
-_WATCH_S = 1.0
+_ROOM_S, _MEASURE_S = 0.25, 1.0
 
 
 class _Settings(Protocol):
@@ -194,12 +197,21 @@ class DiskStore:
             tg.create_task(self._spares.run(self._thread), name="spare disks")
 
     async def _watch(self) -> None:
+        free, measured, said = self.backend.free_bytes(), 0.0, ""
         while True:
-            await asyncio.sleep(_WATCH_S)
-            with contextlib.suppress(OSError):
-                await self._have_room(GIB)
-            if self.quota == "none":
+            await asyncio.sleep(_ROOM_S)
+            try:
+                # A writer fills the host's page cache at gigabytes a second: what the last look cost,
+                # eight times over, is two seconds' worth.
+                await self._have_room(max(GIB, 8 * (free - self.backend.free_bytes())))
+                free = self.backend.free_bytes()
+            except (OSError, CapacityError) as error:
+                if (why := str(error)) != said:
+                    said = why
+                    log.warning("the disk store could not grow, which is tried again: %s", why)
+            if self.quota == "none" and time.monotonic() - measured >= _MEASURE_S:
                 await self._measure()
+                measured = time.monotonic()
 
     async def _measure(self) -> None:
         """Measure boxes without quotas, each at most a tenth of the time."""

@@ -123,7 +123,14 @@ class LoopFile:
                     raise
             finally:
                 os.close(fd)
-            volume.resize(size + step)
+            try:
+                volume.resize(size + step)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                # Full to the last block, what says so included: deleted space may be on its way.
+                volume.sync()
+                volume.resize(size + step)
         return True
 
     def growth_bytes(self, volume: Volume) -> int:
