@@ -30,6 +30,13 @@ class CopyDisks:
         self.home = home
         self.root = home / "store"
         self.full = False
+        self.contents: dict[str, tuple[str, int]] = {}
+
+    def content_of(self, layer: str) -> tuple[str, int] | None:
+        return self.contents.get(layer)
+
+    async def note_content(self, layer: str, sha256: str, size: int) -> None:
+        self.contents[layer] = (sha256, size)
 
     async def open(self) -> None:
         for name in ("layers", "boxes"):
@@ -54,8 +61,16 @@ class CopyDisks:
         return path
 
     async def import_layer(
-        self, layer: str, source: Path | Callable[[Path], Awaitable[None]], above: str | None = None
+        self,
+        layer: str,
+        source: Path | Callable[[Path], Awaitable[None]],
+        above: str | None = None,
+        *,
+        private: bool = False,
+        room: int = 0,
     ) -> int:
+        if self.full:
+            raise CapacityError("the disk store is full")
         target = self.root / "layers" / layer
         if isinstance(source, Path):
             await _thread(_copy, source, target)

@@ -260,6 +260,24 @@ class TestYard:
     async def delete_snapshot(self, ref: str) -> None:
         await self.yard.delete_snapshot(rq.DeleteSnapshot(snapshot=ref), self.caller)
 
+    async def exported(self, ref: str, **options: Any) -> bytes:
+        """A snapshot's archive."""
+        request = rq.ExportSnapshot(snapshot=ref, **options)
+        return b"".join([piece async for piece in self.yard.export_snapshot(request, self.caller)])
+
+    async def imported(
+        self, archive: bytes, *, ends_with: BaseException | None = None, **options: Any
+    ) -> ty.SnapshotInfo:
+        """A snapshot from an archive, or from its beginning and a client's going."""
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for at in range(0, len(archive), 60_000):
+                yield archive[at : at + 60_000]
+            if ends_with is not None:
+                raise ends_with
+
+        return await self.yard.import_snapshot(rq.ImportSnapshot(**options), chunks(), self.caller)
+
     async def fork(self, source: str, n: int = 1, **options: Any) -> ty.ForkResult:
         return await self.yard.fork(rq.Fork(source=source, n=n, **options), self.caller)
 

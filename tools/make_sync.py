@@ -20,7 +20,7 @@ from pathlib import Path
 CLIENT = Path(__file__).resolve().parents[1] / "src" / "forkyard" / "client"
 HANDLE = "aio_sandbox.py"
 SOURCES = (
-    *("aio.py", "aio_branching.py", "aio_files.py", "aio_process.py", "aio_running.py"),
+    *("aio.py", "aio_branching.py", "aio_files.py", "aio_moving.py", "aio_process.py", "aio_running.py"),
     *(HANDLE, "aio_templates.py", "aio_transport.py"),
 )
 HANDLE_FROM = ("aio.py", "aio_branching.py", "aio_running.py", "aio_files.py")
@@ -39,6 +39,7 @@ RENAMED = {
     "AsyncFiles": "Files",
     "AsyncHTTPTransport": "HTTPTransport",
     "AsyncIterator": "Iterator",
+    "AsyncMoving": "Moving",
     "AsyncPool": "Pool",
     "AsyncProcess": "Process",
     "AsyncRunning": "Running",

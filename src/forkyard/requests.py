@@ -345,6 +345,20 @@ class DeleteSnapshot(Change, kw_only=True):
     snapshot: str
 
 
+class ExportSnapshot(Request, kw_only=True):
+    """``memory``: with it, if there is any; ``template``: with the layers that a template has."""
+
+    snapshot: str
+    memory: bool = True
+    template: bool = True
+
+
+class ImportSnapshot(Change, kw_only=True):
+    """The head of an archive, which follows."""
+
+    name: str | None = None
+
+
 class ListSnapshots(Request, kw_only=True):
     labels: Labels | None = None
 

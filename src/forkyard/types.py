@@ -85,7 +85,8 @@ class SandboxInfo(Record):
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo(Record):
     """``size_bytes`` is what the snapshot refers to in all, ``exclusive_bytes`` what
-    deleting it would free."""
+    deleting it would free; ``imported_from`` the id of the snapshot that it is a copy of, if it was
+    imported (``source`` is then that one's sandbox)."""
 
     id: str
     name: str | None
@@ -99,6 +100,7 @@ class SnapshotInfo(Record):
     paused_ms: float = 0.0
     dirty_mb: float = 0.0
     verified: bool = False
+    imported_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,8 @@ FILES: dict[str, Verb] = {
     "download": Verb(rq.PathRequest, bytes, at="files", method="download_tar"),
     "upload": Verb(rq.PathChange, None, changes=True, at="files", method="upload_tar"),
     "deposit": Verb(rq.Deposit, None, changes=True),
+    "export_snapshot": Verb(rq.ExportSnapshot, bytes),
+    "import_snapshot": Verb(rq.ImportSnapshot, ty.SnapshotInfo, changes=True),
 }
 """Those that change something take one frame with the request and then raw bytes; the others
 take the request as every verb does and reply with frames of raw bytes. Tar archives hold

@@ -59,6 +59,16 @@ async def _checkpoint(yard: TestYard) -> None:
     await yard.checkpoint("one", "c", request_id="asked")
 
 
+async def _before_import(yard: TestYard) -> None:
+    await yard.snapshot("one", "gold")
+    (yard.home.path / "gold.fy").write_bytes(await yard.exported("gold"))
+    await yard.delete_snapshot("gold")
+
+
+async def _import(yard: TestYard) -> None:
+    await yard.imported((yard.home.path / "gold.fy").read_bytes(), request_id="asked")
+
+
 async def _delete_snapshot(yard: TestYard) -> None:
     if yard.yard.snapshots.find("gold") is not None:
         await yard.delete_snapshot("gold")
@@ -150,6 +160,12 @@ OPERATIONS: dict[str, Operation] = {
         (*KEEP, "create.announced", "fork.announced", *START, "fork.one", "fork.started", "fork.saved"),
     ),
     "snapshot": Operation(_snapshot, lambda y: _kinds(y)["snapshot"] == 1, KEEP),
+    "import a snapshot": Operation(
+        _import,
+        lambda y: _kinds(y)["snapshot"] == 1,
+        ("import.received", "image.manifest", "catalog.save", "import.saved"),
+        prepare=_before_import,
+    ),
     "delete a snapshot": Operation(
         _delete_snapshot,
         lambda y: _kinds(y)["snapshot"] == 0,

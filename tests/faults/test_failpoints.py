@@ -37,6 +37,8 @@ ON_REAL = {
     ("create", "disk.mounted"),
     ("snapshot", "layer.recorded"),
     ("pull a template", "layer.filled"),
+    ("import a snapshot", "layer.filled"),
+    ("import a snapshot", "import.saved"),
 }
 # Reached by a real store only; and those that have tests of their own: a box made ahead, below, and an
 # outgoing connection, in tests/unit/test_egress_broker.py.

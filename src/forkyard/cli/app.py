@@ -84,6 +84,7 @@ def exit_code(error: errors.ForkyardError) -> int:
 # Hints are written for the SDK: {its words: the CLI's}.
 _SPOKEN = {
     "memory=False": "--no-memory",
+    "with template=True": "without --no-template",
     "new=True": "--new",
     "egress='deny'": "--egress deny",
     "checkpoint()": "forkyard checkpoint",

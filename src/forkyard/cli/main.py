@@ -50,6 +50,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "checkpoints": ("snapshots", "List or delete checkpoints."),
         "snapshot": ("snapshots", "Save a sandbox under a name, to start others from."),
         "snapshots": ("snapshots", "List or delete snapshots."),
+        "export": ("moving", "Write a snapshot to a file or a URL."),
+        "import": ("moving", "Make a snapshot of what export wrote."),
         "template": ("templates", "Build, pull, list or delete templates."),
     },
     "Rollouts": {

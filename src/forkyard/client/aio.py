@@ -14,13 +14,14 @@ from forkyard import types as ty
 from forkyard.client import _protocol as protocol
 from forkyard.client.aio_branching import AsyncBranching
 from forkyard.client.aio_files import AsyncFiles
+from forkyard.client.aio_moving import AsyncMoving
 from forkyard.client.aio_running import AsyncRunning
 from forkyard.client.aio_sandbox import AsyncSandbox
 from forkyard.client.aio_templates import AsyncTemplates
 from forkyard.client.aio_transport import AsyncTransport
 
 
-class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncTemplates):
+class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncMoving, AsyncTemplates):
     """Talks to this machine's daemon, and starts it when none runs.
 
     It may be shared between threads, pickled (the copy connects again) and used after

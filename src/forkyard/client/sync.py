@@ -16,13 +16,14 @@ from forkyard import types as ty
 from forkyard.client import _protocol as protocol
 from forkyard.client.sync_branching import Branching
 from forkyard.client.sync_files import Files
+from forkyard.client.sync_moving import Moving
 from forkyard.client.sync_running import Running
 from forkyard.client.sync_sandbox import Sandbox
 from forkyard.client.sync_templates import Templates
 from forkyard.client.sync_transport import Transport
 
 
-class Client(Running, Files, Branching, Templates):
+class Client(Running, Files, Branching, Moving, Templates):
     """Talks to this machine's daemon, and starts it when none runs.
 
     It may be shared between threads, pickled (the copy connects again) and used after

@@ -195,14 +195,14 @@ class App:
 
     async def _upload(self, route: Route, request: Any, body: Body, reply: Reply, caller: Caller) -> None:
         try:
-            await route.call(request, body.chunks(), caller)
+            value = await route.call(request, body.chunks(), caller)
         except ClientGoneError:
             raise
         except BaseExceptionGroup as group:
             if group.subgroup(ClientGoneError):
                 raise ClientGoneError from None
             raise
-        await reply.done(Done(200, encode(None)), close=not body.complete)
+        await reply.done(Done(200, encode(value)), route.verb.reply, close=not body.complete)
 
     async def _stream(self, route: Route, request: Any, body: Body, reply: Reply, caller: Caller) -> None:
         if self._once.draining:

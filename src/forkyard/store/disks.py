@@ -461,11 +461,21 @@ class DiskStore:
             raise self._full()
         await self._thread(self.layers.seal, self._volume(box), layer)
 
-    async def import_layer(self, layer: str, source: Source, above: str | None = None) -> int:
+    async def import_layer(
+        self,
+        layer: str,
+        source: Source,
+        above: str | None = None,
+        *,
+        private: bool = False,
+        room: int = 0,
+    ) -> int:
         """Make ``layer`` from a directory, a tar file, or an async callback that fills a directory.
 
         Args:
             above: The layer that it will lie on, if it will: their inode numbers must differ.
+            private: It counts as written by the sandboxes that start from it, as a sealed one does.
+            room: So many bytes it will take, where that is known.
 
         Returns:
             Its size in bytes.
@@ -473,9 +483,19 @@ class DiskStore:
         Raises:
             CapacityError, ConflictError as :meth:`seal`; InternalError with tar's words.
         """
-        if not await self._have_room(_FLOOR):
-            raise self._full()
-        return await self.layers.import_(layer, source, above, self._thread)
+        if not await self._have_room(_FLOOR + room):
+            raise self._full(f"a layer needs {room / _MIB:.0f} MiB" if room else "")
+        return await self.layers.import_(layer, source, above, self._thread, private=private)
+
+    def content_of(self, layer: str) -> tuple[str, int] | None:
+        """Checksum and length of a layer's stream, if :meth:`note_content` was told; see
+        :mod:`forkyard.store.layerstream`."""
+        known = self.layers.record(layer).get("content")
+        return None if known is None else (str(known[0]), int(known[1]))
+
+    async def note_content(self, layer: str, sha256: str, size: int) -> None:
+        """Keep what :meth:`content_of` gives: a layer does not change."""
+        await self._thread(self.layers.note, layer, {"content": [sha256, size]})
 
     async def reference_layer(self, layer: str, path: Path) -> None:
         """Make ``layer`` stand for a read-only directory elsewhere, such as another home's layer.

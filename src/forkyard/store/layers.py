@@ -75,6 +75,11 @@ class Layers:
         files.write_atomic(self._record_path(layer), json.dumps(record), durable=durable)
         self._records[layer] = record
 
+    def note(self, layer: str, facts: dict[str, Any]) -> None:
+        """Add what was found out of a layer to its record."""
+        if record := self.record(layer):
+            self._write_record(layer, {**record, **facts}, durable=False)
+
     def path(self, layer: str) -> Path:
         """The directory to mount as a lower. See :meth:`DiskStore.layer_path` for what it raises."""
         directory = self._directory(layer)
@@ -156,7 +161,13 @@ class Layers:
             raise
 
     async def import_(
-        self, layer: str, source: Source, above: str | None, thread: Callable[..., Awaitable[Any]]
+        self,
+        layer: str,
+        source: Source,
+        above: str | None,
+        thread: Callable[..., Awaitable[Any]],
+        *,
+        private: bool = False,
     ) -> int:
         """Make ``layer`` from ``source``; see :meth:`DiskStore.import_layer`."""
         self._check_new(layer)
@@ -173,7 +184,7 @@ class Layers:
                 xattrs = ["--xattrs", "--xattrs-include=*", "--acls"]
                 argv = ["tar", "-xpf", f"{source}", "--numeric-owner", "--same-owner", *xattrs, "-C", f"{up}"]
                 await process.run(argv, timeout_s=_IMPORT_TIMEOUT_S, check=True)
-            return int(await thread(self._finish, volume, layer, {"private": False}))
+            return int(await thread(self._finish, volume, layer, {"private": private}))
         except asyncio.CancelledError:
             # A thread is not cancelled: it may have made the layer, which nobody will own.
             await thread(self.drop, layer)

@@ -15,7 +15,7 @@ from pathlib import Path
 import forkyard
 from forkyard.errors import UnavailableError
 from forkyard.host import mounts
-from forkyard.host.files import sha256_file, write_atomic
+from forkyard.host.files import rmtree, sha256_file, write_atomic
 from forkyard.yard.machines import AGENT_NAME
 
 
@@ -43,6 +43,30 @@ def install(home: Path) -> str:
         directory.mkdir(parents=True, exist_ok=True, mode=0o755)
         write_atomic(target, built.read_bytes(), mode=0o755)
     return digest
+
+
+def add(home: Path, digest: str, program: bytes) -> bool:
+    """Put in a build that came with an imported image, unless it is there.
+
+    Args:
+        digest: What the image calls it; the caller has checked that ``program`` is that.
+
+    Returns:
+        Whether it was put in.
+    """
+    target = home / "agents" / digest / AGENT_NAME
+    if target.exists():
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    write_atomic(target, program, mode=0o755)
+    return True
+
+
+def remove(home: Path, digest: str) -> None:
+    """Undo :func:`add`."""
+    directory = home / "agents" / digest
+    mounts.unmount(directory)
+    rmtree(directory)
 
 
 def protect(home: Path) -> None:

@@ -93,7 +93,8 @@ class SnapshotDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A snapshot as the catalog keeps it; ``kind`` is snapshot, fork, checkpoint or stop.
 
     ``image`` names its memory image's directory, if it has one. What a sandbox started from
-    it inherits (type, limits, env, user) stands in ``inherits``.
+    it inherits (type, limits, env, user) stands in ``inherits``; ``imported`` is the id that the
+    snapshot had in the yard that it was exported from.
     """
 
     id: str
@@ -116,6 +117,7 @@ class SnapshotDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     verified: bool = False
     inherits: dict[str, Any] = {}
     asked: str = ""
+    imported: str = ""
 
 
 @dataclass(slots=True)
@@ -216,6 +218,7 @@ def snapshot_info(doc: SnapshotDoc, exclusive_bytes: int) -> SnapshotInfo:
         paused_ms=doc.paused_ms,
         dirty_mb=doc.dirty_mb,
         verified=doc.verified,
+        imported_from=doc.imported or None,
     )
 
 

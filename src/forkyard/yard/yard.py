@@ -52,6 +52,7 @@ from forkyard.yard.lineage import tree
 from forkyard.yard.machines import Machines
 from forkyard.yard.making import Making
 from forkyard.yard.model import Sandbox, SandboxDoc
+from forkyard.yard.moving import Moving
 from forkyard.yard.plans import Plan, check_times, for_create, resolve_egress
 from forkyard.yard.recovery import Recovery
 from forkyard.yard.replies import Replies
@@ -82,6 +83,7 @@ class Yard:
         self.applying = Applying(self.files)
         self.exploring = Exploring(self.forking, self.execs, self.files, self.diffs)
         self.making = Making(context, self.templates, self.snapshots, tools)
+        self.moving = Moving(context, self.templates, self.snapshots)
         self.auditing = Auditing(context)
         self.replies = Replies(context.catalog)
         self.leases.delete = lambda sandbox: self.lifecycle.delete(sandbox, None)
@@ -259,6 +261,14 @@ class Yard:
             raise ConflictError(f"{doc.id} is a {doc.kind}, not a snapshot", hint="use delete_checkpoint")
         await finish(self.context.tg, self.snapshots.discard(doc))
         await self.context.record("snapshot.deleted", caller, doc.sandbox, id=doc.id, name=doc.name)
+
+    def export_snapshot(self, request: rq.ExportSnapshot, caller: rq.Caller) -> AsyncIterator[bytes]:
+        return self.moving.export(request, caller)
+
+    async def import_snapshot(
+        self, request: rq.ImportSnapshot, chunks: AsyncIterator[bytes], caller: rq.Caller
+    ) -> ty.SnapshotInfo:
+        return await self.moving.import_(request, chunks, caller)
 
     async def fork(self, request: rq.Fork, caller: rq.Caller) -> ty.ForkResult:
         template = self._as_template(request.source)
