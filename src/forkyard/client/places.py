@@ -47,7 +47,7 @@ class Target:
     def open(self) -> None:
         """Make sure that it can be written."""
         path = _local(self._url)
-        with _told(self._shown):
+        with _told(self._url):
             if path is None:
                 fs, name = _remote(self._url)
                 self._transaction = fs.transaction
@@ -78,7 +78,7 @@ class Target:
     def _flush(self) -> None:
         if self._file is None:
             raise errors.ConflictError(f"writing {self._shown} was given up")
-        with _told(self._shown):
+        with _told(self._url):
             view = memoryview(self._gathered)
             while view:
                 view = view[self._file.write(view) :]
@@ -94,7 +94,7 @@ class Target:
             self._flush()
             file, self._file = self._file, None
             assert file is not None
-            with _told(self._shown):
+            with _told(self._url):
                 try:
                     if self._fresh is not None:
                         os.fsync(file.fileno())
@@ -125,8 +125,8 @@ class Target:
 
 def pieces(url: Url, on_progress: OnBytes | None = None) -> Iterator[bytes]:
     """What lies there, from its beginning. Raises as :class:`Target`."""
-    path, shown, count = _local(url), _shown(url), 0
-    with _told(shown):
+    path, count = _local(url), 0
+    with _told(url):
         if path is not None:
             file: IO[bytes] = open(path, "rb", buffering=0)  # noqa: SIM115
         else:
@@ -134,7 +134,7 @@ def pieces(url: Url, on_progress: OnBytes | None = None) -> Iterator[bytes]:
             file = fs.open(name, "rb")
     try:
         while True:
-            with _told(shown):
+            with _told(url):
                 piece = file.read(CHUNK)
             if not piece:
                 return
@@ -197,8 +197,9 @@ def _remote(url: Url) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _told(shown: str) -> Iterator[None]:
+def _told(url: Url) -> Iterator[None]:
     """What a place raises, in forkyard's errors."""
+    shown = _shown(url)
     try:
         yield
     except errors.ForkyardError:
@@ -212,7 +213,18 @@ def _told(shown: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise errors.CapacityError(f"{shown}: no space is left there", retryable=True) from error
-        raise errors.UnavailableError(f"{shown}: {error}", retryable=True) from error
+        raise errors.UnavailableError(f"{shown}: {_said(error, url)}", retryable=True) from error
     except Exception as error:
         # Each of fsspec's file systems has errors of its own.
-        raise errors.UnavailableError(f"{shown}: {type(error).__name__}: {error}", retryable=True) from error
+        what = f"{type(error).__name__}: {_said(error, url)}"
+        raise errors.UnavailableError(f"{shown}: {what}", retryable=True) from error
+
+
+def _said(error: Exception, url: Url) -> str:
+    """An error's text, without the secrets of the URL that it may cite."""
+    text = str(error)
+    parts = urlsplit(os.fspath(url))
+    for secret in (parts.query, parts.password, parts.username):
+        if secret:
+            text = text.replace(secret, "***")
+    return text
