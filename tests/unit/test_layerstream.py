@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from forkyard.store.layerstream import (
 )
 
 MIB = 1 << 20
+CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
 
 
 def stream(root: Path) -> bytes:
@@ -106,16 +108,20 @@ def test_the_same_content_has_the_same_stream_wherever_its_holes_are(tmp_path: P
 
 
 def test_a_tree_deeper_than_any_path(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    fd = os.open(tmp_path / "deep", os.O_RDONLY)
-    for _ in range(3000):
-        os.mkdir("d" * 20, dir_fd=fd)
-        inner = os.open("d" * 20, os.O_RDONLY, dir_fd=fd)
+    try:
+        (tmp_path / "deep").mkdir()
+        fd = os.open(tmp_path / "deep", os.O_RDONLY)
+        for _ in range(3000):
+            os.mkdir("d" * 20, dir_fd=fd)
+            inner = os.open("d" * 20, os.O_RDONLY, dir_fd=fd)
+            os.close(fd)
+            fd = inner
         os.close(fd)
-        fd = inner
-    os.close(fd)
-    data = stream(tmp_path / "deep")
-    assert stream(fill(tmp_path / "copy", data)) == data
+        data = stream(tmp_path / "deep")
+        assert stream(fill(tmp_path / "copy", data)) == data
+    finally:
+        # pytest's own way to tidy up is a recursion
+        subprocess.run(["rm", "-rf", tmp_path / "deep", tmp_path / "copy"], check=True)
 
 
 @pytest.mark.root
@@ -128,10 +134,9 @@ def test_what_the_overlay_reads_survives(tmp_path: Path) -> None:
     os.link(root / "gone", root / "gone-too")  # as overlayfs makes them
     os.mknod(root / "disk", stat.S_IFBLK | 0o600, os.makedev(7, 0))
     (root / "file").write_bytes(b"x")
-    os.setxattr(root / "file", "security.capability", bytes.fromhex("0100000200040000000000000000000000000000"))
     os.setxattr(root / "file", "user.note", b"mine")
     os.chown(root / "file", 1234, 4321)
-    os.setxattr(root / "file", "security.capability", bytes.fromhex("0100000200040000000000000000000000000000"))
+    os.setxattr(root / "file", "security.capability", CAPABILITY)
     up = fill(tmp_path / "copy", stream(root))
     assert os.listxattr(up / "opaque") == ["trusted.overlay.opaque"]
     for name in ("gone", "gone-too"):

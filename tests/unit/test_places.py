@@ -130,7 +130,7 @@ def test_what_goes_wrong_is_told_without_secrets(tmp_path: Path) -> None:
         write("/dev/full", b"x")
     fsspec.register_implementation("broken", Broken, clobber=True)
     for call in (lambda: read(SECRET), lambda: write(SECRET, b"x")):
-        with pytest.raises(UnavailableError, match="broken://host/x: .*no answer") as caught:
+        with pytest.raises(UnavailableError, match=r"broken://host/x: .*no answer") as caught:
             call()
         assert "secret" not in str(caught.value)
 
