@@ -20,7 +20,8 @@ from forkyard.cli.main import VERBS
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     *("quickstart", "cli", "sdk", "run_code", "agents"),
-    *("forking", "diff", "explore", "templates", "egress", "grading", "design", "rollouts", "search", "rl"),
+    *("forking", "moving-snapshots", "diff", "explore", "templates", "egress", "grading", "design"),
+    *("rollouts", "search", "rl"),
 )
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
 NOT_RUN = 1

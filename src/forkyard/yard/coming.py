@@ -250,6 +250,8 @@ def _full_disk(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise InvalidRequestError(f"the archive has a file that is too large for {what}") from None
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise CapacityError(
