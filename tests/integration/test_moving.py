@@ -33,6 +33,7 @@ rm /etc/issue
 rm -r /usr/share/doc && mkdir -m 750 /usr/share/doc && echo new > /usr/share/doc/file
 echo data > one && ln one two && ln -s nowhere dangling && chmod 640 one
 truncate -s 2G sparse && printf end >> sparse
+touch -d @1700000000.123456789 one
 mkfifo pipe
 echo mine > owned && chown 1234:4321 owned
 head -c 3000000 /dev/urandom > random && sha256sum random > sum
@@ -48,7 +49,7 @@ stat -c '%s' sparse; tail -c 3 sparse; echo
 stat -c '%u:%g' owned
 stat -c '%F' pipe
 sha256sum -c sum
-stat -c '%y' random one
+stat -c '%y' one
 """
 
 
@@ -96,7 +97,7 @@ def test_a_program_and_its_disk_go_on_elsewhere(both: tuple[YardHome, YardHome],
     # Both borrow one base: it was not made a second time. And holes have stayed holes.
     (layer,) = [layer for layer in both[1].layers() if layer.startswith("s-")]
     sparse = both[1].home / "store/layers" / layer / "up/home/user/sparse"
-    assert sparse.stat().st_size > 2 << 30 and sparse.stat().st_blocks * 512 < 1 << 20 and size < 100 << 20
+    assert sparse.stat().st_size > 2 << 30 and sparse.stat().st_blocks * 512 < 1 << 20 and size < 1 << 30
 
 
 async def test_urls_and_the_asynchronous_client(both: tuple[YardHome, YardHome], tmp_path: Path) -> None:
