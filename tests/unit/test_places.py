@@ -10,7 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from forkyard.client.places import Target, pieces
+from forkyard.client.places import Target, is_repeatable, pieces
 from forkyard.errors import (
     AccessDeniedError,
     CapacityError,
@@ -99,6 +99,8 @@ def test_a_pipe_is_written_as_it_comes(tmp_path: Path) -> None:
     write(tmp_path / "pipe", DATA)
     reader.join()
     assert got == [DATA]
+    assert not is_repeatable(tmp_path / "pipe") and not is_repeatable("/dev/stdin")
+    assert is_repeatable(tmp_path / "file") and is_repeatable("memory://x/y")
 
 
 def test_without_fsspec_paths_work_and_urls_say_what_to_install(

@@ -88,6 +88,7 @@ class AsyncMoving:
         request = protocol.made(
             rq.ImportSnapshot, name=name, request_id=request_id or protocol.new_request_id()
         )
+        again = places.is_repeatable(url)
         return await self._transport.send(
-            "import_snapshot", request, lambda: places.pieces(url, on_progress), repeatable=True
+            "import_snapshot", request, lambda: places.pieces(url, on_progress), repeatable=again
         )

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from forkyard import errors
 
-__all__ = ["OnBytes", "Target", "pieces"]
+__all__ = ["OnBytes", "Target", "is_repeatable", "pieces"]
 
 CHUNK = 1 << 20
 OnBytes = Callable[[int], None]
@@ -145,6 +145,12 @@ def pieces(url: Url, on_progress: OnBytes | None = None) -> Iterator[bytes]:
     finally:
         with contextlib.suppress(Exception):
             file.close()
+
+
+def is_repeatable(url: Url) -> bool:
+    """Whether :func:`pieces` gives the same again: a pipe is read once."""
+    path = _local(url)
+    return path is None or not _is_stream(path)
 
 
 def _is_stream(path: Path) -> bool:

@@ -90,6 +90,7 @@ class Moving:
         request = protocol.made(
             rq.ImportSnapshot, name=name, request_id=request_id or protocol.new_request_id()
         )
+        again = places.is_repeatable(url)
         return self._transport.send(
-            "import_snapshot", request, lambda: places.pieces(url, on_progress), repeatable=True
+            "import_snapshot", request, lambda: places.pieces(url, on_progress), repeatable=again
         )
