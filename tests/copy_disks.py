@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from forkyard.errors import CapacityError, ConflictError, NotFoundError
 from forkyard.host.files import rmtree, tree_bytes
-from forkyard.store.disks import BoxDisk, Space, Stray
+from forkyard.store.disks import BoxDisk, Stray
+from forkyard.store.room import Space
 
 T = TypeVar("T")
 

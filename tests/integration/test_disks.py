@@ -310,13 +310,13 @@ async def test_the_store_grows_in_reserved_steps(tmp_home):
         assert image.stat().st_size == 9 << 30
         assert 1 << 30 <= image.stat().st_blocks * 512 < 3 << 30
         before = store.space()
-        assert await store._have_room(5 << 30)
+        assert await store.room.have(5 << 30)
         after = store.space()
         assert after.free_mb > 5000 and after.growth_mb < before.growth_mb
         assert image.stat().st_blocks * 512 >= store.backend.volume.device_bytes()[0]
-        assert not await store._have_room(20 << 30)
+        assert not await store.room.have(20 << 30)
         with pytest.raises(CapacityError, match="full"):
-            raise store._full()
+            raise store.room.full()
     finally:
         await store.close()
 
@@ -328,9 +328,8 @@ async def test_what_writers_were_promised_is_not_free(tmp_home):
     try:
         box = await store.create_box("bx1", [await _base(store)], 3000)
         before = store.backend.free_bytes()
-        with open(box.rootfs / "big", "wb", buffering=0) as file:
-            file.write(bytes(256 << 20))  # into the page cache: nothing of it is laid out yet
-            assert before - store.backend.free_bytes() > 200 << 20
+        (box.rootfs / "big").write_bytes(bytes(256 << 20))  # into the page cache: nothing is laid out yet
+        assert before - store.backend.free_bytes() > 200 << 20
     finally:
         await store.sweep([], [])
         await store.close()
@@ -339,7 +338,7 @@ async def test_what_writers_were_promised_is_not_free(tmp_home):
 async def test_growing_that_failed_is_tried_again(tmp_home, monkeypatch):
     store = DiskStore(tmp_home, _Settings(store_gb=4))
     await store.open()
-    real, failures = store._have_room, [CapacityError("full"), OSError(errno.ENOSPC, "full")]
+    real, failures = store.room.have, [CapacityError("full"), OSError(errno.ENOSPC, "full")]
     grown = asyncio.Event()
 
     async def fails_first(wanted: int) -> bool:
@@ -348,7 +347,7 @@ async def test_growing_that_failed_is_tried_again(tmp_home, monkeypatch):
         grown.set()
         return await real(wanted)
 
-    monkeypatch.setattr(store, "_have_room", fails_first)
+    monkeypatch.setattr(store.room, "have", fails_first)
     try:
         async with asyncio.TaskGroup() as tg:
             watch = _Group(tg)

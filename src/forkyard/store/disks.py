@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import re
 import stat
@@ -42,14 +41,13 @@ from forkyard.store.changed import Changed, changed_since
 from forkyard.store.layers import Layers, Source, inherit
 from forkyard.store.loopfile import GIB, LoopFile
 from forkyard.store.overlay import Difference, Layer, Unreadable
+from forkyard.store.room import Room, Space
 from forkyard.store.spares import Spares
 
-__all__ = ["BoxDisk", "DiskStore", "Space", "Stray"]
+__all__ = ["BoxDisk", "DiskStore", "Stray"]
 
 T = TypeVar("T")
 _MIB = 1 << 20
-log = logging.getLogger("forkyard.store")
-
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_LAYERS = 499
 _LONG_CHAIN = 32
@@ -57,7 +55,7 @@ _LONG_CHAIN = 32
 _FLOOR = 128 * _MIB
 # what a box may write however much of its limit its layers hold already
 _LEAST_LIMIT_MB = 64
-_ROOM_S, _MEASURE_S = 0.25, 1.0
+_MEASURE_S = 1.0
 
 
 class _Settings(Protocol):
@@ -77,14 +75,6 @@ class BoxDisk:
     rootfs: Path
     volume: Path
     layers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """Room for disks, in MiB: free now, and what the store may still grow by."""
-
-    free_mb: int
-    growth_mb: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +116,7 @@ class DiskStore:
         self._limits: dict[str, int] = {}
         self._measured: dict[str, int] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._grow_lock = asyncio.Lock()
+        self._room: Room | None = None
 
     # -- life
 
@@ -148,9 +138,12 @@ class DiskStore:
         (self.home / "boxes").mkdir(mode=0o700, exist_ok=True)
         self._backend = backend or PlainBackend(self.root, self.root / "tmp")
         self.kind = self._backend.kind
+        self._room = Room(self._backend, self._file, self._thread)
         self._layers = Layers(self.root / "layers", self.root / "tmp", self._backend)
         if clear:
             await self._thread(self._clear_tmp)
+        with contextlib.suppress(CapacityError):  # full to the last block: what can be deleted, can be
+            await self._room.have(GIB)
         self._spares = Spares(self._backend, self.root / "tmp")
 
     async def _open_btrfs(self) -> Backend | None:
@@ -169,7 +162,6 @@ class DiskStore:
         volume = Volume(self.root)
         try:
             await self._thread(volume.enable_quota)
-            await self._thread(self._file.grow, volume)
         except BaseException:
             volume.close()
             raise
@@ -184,7 +176,7 @@ class DiskStore:
         if unmount is None:
             unmount = not any((self.root / "boxes").iterdir())
         self._backend.close()
-        self._backend = self._layers = self._spares = None
+        self._backend = self._layers = self._spares = self._room = None
         if unmount and self._file is not None:
             await self._thread(self._file.close)
         if self._pool is not None:
@@ -192,26 +184,16 @@ class DiskStore:
 
     def start(self, tg: TaskStarter) -> None:
         """Keep room ahead of what is written, and watch limits where no quota does, until cancelled."""
-        tg.create_task(self._watch(), name="disk store")
+        tg.create_task(self.room.keep(), name="room in the store")
+        if self.quota == "none":
+            tg.create_task(self._watch(), name="disk limits")
         if self._spares is not None and self.kind == "btrfs":
             tg.create_task(self._spares.run(self._thread), name="spare disks")
 
     async def _watch(self) -> None:
-        free, measured, said = self.backend.free_bytes(), 0.0, ""
         while True:
-            await asyncio.sleep(_ROOM_S)
-            try:
-                # A writer fills the host's page cache at gigabytes a second: what the last look cost,
-                # eight times over, is two seconds' worth.
-                await self._have_room(max(GIB, 8 * (free - self.backend.free_bytes())))
-                free = self.backend.free_bytes()
-            except (OSError, CapacityError) as error:
-                if (why := str(error)) != said:
-                    said = why
-                    log.warning("the disk store could not grow, which is tried again: %s", why)
-            if self.quota == "none" and time.monotonic() - measured >= _MEASURE_S:
-                await self._measure()
-                measured = time.monotonic()
+            await asyncio.sleep(_MEASURE_S)
+            await self._measure()
 
     async def _measure(self) -> None:
         """Measure boxes without quotas, each at most a tenth of the time."""
@@ -268,33 +250,21 @@ class DiskStore:
             raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._full(str(error)) from error
+                if self._room is None:
+                    raise CapacityError(f"the disk store is full: {error}") from error
+                raise self._room.full(str(error)) from error
             raise
 
-    async def _have_room(self, wanted: int) -> bool:
-        """Whether ``wanted`` bytes can be written, after growing if that helps."""
-        if self.backend.free_bytes() >= wanted:
-            return True
-        if self._file is None or not isinstance(self.backend, BtrfsBackend):
-            return False
-        async with self._grow_lock:
-            return await self._thread(self._file.grow, self.backend.volume, wanted)
-
-    def _full(self, why: str = "") -> CapacityError:
-        space = self.space()
-        words = f"the disk store is full: {space.free_mb} MiB free, it may grow by {space.growth_mb} MiB"
-        return CapacityError(
-            f"{words}; {why}" if why else words,
-            hint="delete sandboxes and snapshots, or raise store_gb",
-            retryable=True,
-        )
+    @property
+    def room(self) -> Room:
+        """What is free, and growing."""
+        if self._room is None:
+            raise InternalError("the disk store is not open")
+        return self._room
 
     def space(self) -> Space:
         """Room for disks, for admission."""
-        growth = 0
-        if self._file is not None and isinstance(self.backend, BtrfsBackend):
-            growth = self._file.growth_bytes(self.backend.volume)
-        return Space(self.backend.free_bytes() >> 20, growth >> 20)
+        return self.room.space()
 
     async def reclaim(self) -> None:
         """Hurry the return of deleted space (it otherwise takes seconds)."""
@@ -317,8 +287,8 @@ class DiskStore:
             raise InternalError(f"box {box} has no layers")
         if len(lowers) > _MAX_LAYERS:
             raise InternalError(f"box {box} has {len(lowers)} layers, the kernel takes {_MAX_LAYERS}")
-        if not await self._have_room(_FLOOR):
-            raise self._full()
+        if not await self.room.have(_FLOOR):
+            raise self.room.full()
         limit_mb = await self._limit_mb(disk_mb, layers)
         parent = self.layers.volume(layers[0])
         if self._spares is not None and parent is not None and not self.layers.private_bytes(layers[:1]):
@@ -457,8 +427,8 @@ class DiskStore:
         Raises:
             CapacityError: no room. ConflictError: there is such a layer. Nothing is left then.
         """
-        if not await self._have_room(_FLOOR // 2):
-            raise self._full()
+        if not await self.room.have(_FLOOR // 2):
+            raise self.room.full()
         await self._thread(self.layers.seal, self._volume(box), layer)
 
     async def import_layer(
@@ -483,8 +453,8 @@ class DiskStore:
         Raises:
             CapacityError, ConflictError as :meth:`seal`; InternalError with tar's words.
         """
-        if not await self._have_room(_FLOOR + room):
-            raise self._full(f"a layer needs {room / _MIB:.0f} MiB" if room else "")
+        if not await self.room.have(_FLOOR + room):
+            raise self.room.full(f"a layer needs {room / _MIB:.0f} MiB" if room else "")
         return await self.layers.import_(layer, source, above, self._thread, private=private)
 
     def content_of(self, layer: str) -> tuple[str, int] | None:
