@@ -346,9 +346,9 @@ def short(home: Path) -> Path:
     if len(os.fsencode(home)) <= LONG_HOME:
         return home
     uid = os.geteuid()
-    links = Path("/run/forkyard") if uid == 0 else Path(f"/tmp/forkyard-{uid}")
+    links = Path("/run/forkyard") if uid == 0 and os.access("/run", os.W_OK) else Path(f"/tmp/forkyard-{uid}")
     with contextlib.suppress(FileExistsError):
-        links.mkdir(mode=0o755 if uid == 0 else 0o700)
+        links.mkdir(mode=0o755 if links.parent.name == "run" else 0o700)
     info = links.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != uid:
         raise InvalidRequestError(f"{links} is not this user's directory", hint="use a shorter FORKYARD_HOME")

@@ -30,19 +30,27 @@ Examples:
               help="Make the kernel's grace periods short, for quicker starts of all; or take that back.")
 @click.option("--store-gb", type=click.IntRange(min=1), metavar="N",
               help="Size of the store, where it is a file.")
+@click.option("--user", "as_user", is_flag=True,
+              help="For this user alone, in a user namespace (what happens without root anyway).")
 @click.option("--images", is_flag=True,
               help="Also install what building and pulling images needs (buildah and skopeo).")
-def setup_verb(newest: bool, tune: bool | None, store_gb: int | None, images: bool) -> None:
+def setup_verb(newest: bool, tune: bool | None, store_gb: int | None, as_user: bool,
+               images: bool) -> None:
     """Make this machine ready: engine, store, base template.
 
     What is there already is left alone, so it can be run again at any time. It says what it does.
     """
     import asyncio
+    import os
 
     from forkyard import config
+    from forkyard.host import userns
     from forkyard.setup import run_setup
 
+    if as_user and os.geteuid() == 0 and not userns.inside():
+        raise click.UsageError("--user is for the user who is to have it, and this is root")
     settings = config.load({"store_gb": store_gb})
+    userns.enter(settings.home, settings.socket)
     report = asyncio.run(run_setup(settings, newest=newest, tune=tune, images=images))
     print(f"{report.home} is ready ({report.ms / 1000:.1f} s)")
 
@@ -72,7 +80,11 @@ def doctor_verb(of_store: bool, repair: bool, as_json: bool) -> int:
         return _doctor_store(repair, as_json)
 
     from forkyard import config
+    from forkyard.host import userns
     from forkyard.setup import doctor
+
+    settings = config.load()
+    userns.enter(settings.home, settings.socket)
 
     def show(check: doctor.Check) -> None:
         if as_json:
@@ -82,7 +94,7 @@ def doctor_verb(of_store: bool, repair: bool, as_json: bool) -> int:
         if check.remedy:
             click.echo(f"    {check.remedy}")
 
-    checks = asyncio.run(doctor.run(config.load(), on_check=show))
+    checks = asyncio.run(doctor.run(settings, on_check=show))
     well = all(check.ok for check in checks)
     if as_json:
         print_json({"ok": well, "checks": [

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from forkyard import __version__, config, errors, verbs
 from forkyard.daemon import lock, logs
-from forkyard.host import trace
+from forkyard.host import trace, userns
 from forkyard.host.failpoint import arm_from_environment
 
 TAKEN = 3
@@ -41,6 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--home", default=None)
     parser.add_argument("--socket", default=None)
     args = parser.parse_args(argv)
+    try:
+        settings = config.load({"home": args.home, "socket": args.socket})
+        userns.enter(settings.home, settings.socket)
+    except (errors.ForkyardError, OSError) as error:
+        print(f"forkyard daemon: {error}", file=sys.stderr)
+        return 1
     if args.detach and os.fork():
         os._exit(0)
     ready = _Ready(args.ready_fd)
@@ -49,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
         arm_from_environment()
-        settings = config.load({"home": args.home, "socket": args.socket})
         settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         held = lock.take(settings.home / "lock")
     except lock.TakenError as taken:

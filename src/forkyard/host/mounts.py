@@ -11,6 +11,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from forkyard.host import userns
+
 __all__ = [
     "bind_read_only",
     "clone_tree",
@@ -89,7 +91,13 @@ def mount_overlay(
         if upper is not None:
             _set(fs, "upperdir", str(upper))
             _set(fs, "workdir", str(work))
-        for key in ("index", "metacopy", "redirect_dir", "xino"):
+        if userns.inside():
+            # "trusted." attributes are the host's root's alone. With those of users the kernel
+            # follows no redirection, and takes "off" for a contradiction.
+            _call("overlay userxattr", _SYS_FSCONFIG, fs, _SET_FLAG, b"userxattr", None, 0)
+        else:
+            _set(fs, "redirect_dir", "off")
+        for key in ("index", "metacopy", "xino"):
             _set(fs, key, "off")
         if volatile and upper is not None:
             _call("overlay volatile", _SYS_FSCONFIG, fs, _SET_FLAG, b"volatile", None, 0)

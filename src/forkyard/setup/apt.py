@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkyard.errors import UnsupportedError
-from forkyard.host import process
+from forkyard.host import process, userns
 from forkyard.host.files import rmtree
 
 __all__ = [
@@ -201,7 +201,7 @@ async def install(packages: Iterable[str]) -> None:
             f"this machine lacks {', '.join(names)} and has no apt-get",
             hint="install their equivalents by this system's own means and try again",
         )
-    if os.geteuid() != 0:
+    if os.geteuid() != 0 or userns.inside():
         raise UnsupportedError(f"this machine lacks {', '.join(names)}", hint=f"as root: {command}")
     update = await process.run(["apt-get", *QUIET, "update"], timeout_s=APT_TIMEOUT_S, env=_apt_env())
     done = await process.run(

@@ -23,7 +23,9 @@ from pathlib import Path
 import msgspec
 
 from forkyard.errors import InvalidRequestError, UnsupportedError
+from forkyard.host import userns
 from forkyard.host.files import rmtree
+from forkyard.store import overlay
 
 __all__ = ["BLOCK", "Filler", "pack", "write_sparse"]
 
@@ -38,6 +40,9 @@ DIR, FILE, LINK, WHITEOUT, FIFO, SOCKET, SAME, UP = range(8)
 """``SAME`` is one more name of the entry that had this ``link``."""
 
 _OPAQUE, _WHITE = "trusted.overlay.opaque", "trusted.overlay.whiteout"
+# As this machine's overlay has them, which an archive does not know.
+_HERE = {_OPAQUE: overlay.OPAQUE, _WHITE: overlay.WHITEOUT}
+_COMMON = {here: name for name, here in _HERE.items()}
 _KEPT = ("user.", "trusted.", "security.capability", "system.posix_acl_access", "system.posix_acl_default")
 # What a stack's own bookkeeping says: where a copy came from (of another file system by then), and ours.
 _LEFT_OUT = ("trusted.overlay.", "user.overlay.", "user.forkyard.")
@@ -140,8 +145,9 @@ def _attributes(where: int | str) -> list[tuple[str, bytes]]:
         for name in sorted(os.listxattr(where, follow_symlinks=follow)):
             with contextlib.suppress(OSError):
                 value = os.getxattr(where, name, follow_symlinks=follow)
-                if _is_kept(name, value):
-                    found.append((name, value))
+                common = _COMMON.get(name, name)
+                if _is_kept(common, value):
+                    found.append((common, value))
     return found
 
 
@@ -381,7 +387,7 @@ class Filler:
         with self._owners():
             os.fchown(fd, node.uid, node.gid)
         os.fchmod(fd, node.mode)
-        for name, value in node.attributes:
+        for name, value in _settable(node):
             os.setxattr(fd, name, value)
         os.utime(fd, ns=(node.mtime_ns, node.mtime_ns))
 
@@ -392,7 +398,7 @@ class Filler:
         path = f"/proc/self/fd/{self._fd}/{os.fsdecode(node.name)}"
         if node.kind != LINK:
             os.chmod(node.name, node.mode, dir_fd=self._fd)
-        for name, value in node.attributes:
+        for name, value in _settable(node):
             os.setxattr(path, name, value, follow_symlinks=False)
         times = (node.mtime_ns, node.mtime_ns)
         os.utime(node.name, ns=times, dir_fd=self._fd, follow_symlinks=False)
@@ -400,6 +406,14 @@ class Filler:
     def _owners(self) -> contextlib.AbstractContextManager[None]:
         """Only root gives files away."""
         return contextlib.nullcontext() if self._as_root else contextlib.suppress(PermissionError)
+
+
+def _settable(node: Node) -> Iterator[tuple[str, bytes]]:
+    """Its attributes by their names here; "trusted." ones are the host's root's alone to set."""
+    for name, value in node.attributes:
+        here = _HERE.get(name, name)
+        if not (here.startswith("trusted.") and userns.inside()):
+            yield here, value
 
 
 def _check_name(name: bytes) -> None:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from forkyard.errors import CapacityError, UnsupportedError
-from forkyard.host import files, mounts, process
+from forkyard.host import files, mounts, process, userns
 from forkyard.store.btrfs import Volume
 
 __all__ = ["GIB", "LoopFile"]
@@ -53,6 +53,8 @@ class LoopFile:
         """
         if mounts.is_mount(self.target):
             return
+        if userns.inside():
+            raise UnsupportedError("a user namespace has no loop devices: disks are copied instead of shared")
         fresh = not self.path.exists()
         if fresh:
             await self._make()

@@ -22,13 +22,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forkyard.host import userns
 from forkyard.store.changed import Changed
 
 __all__ = ["Difference", "Entry", "Layer", "Unreadable", "compare"]
 
 _OPENAT2 = 437
 _RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # no other mount, no magic link, no link, nothing above
-_OPAQUE, _WHITEOUT = "trusted.overlay.opaque", "trusted.overlay.whiteout"
+# In a user namespace the kernel uses attributes that a user may set.
+_SPACE = "user" if userns.inside() else "trusted"
+OPAQUE, WHITEOUT = f"{_SPACE}.overlay.opaque", f"{_SPACE}.overlay.whiteout"
 _FIEMAP = 0xC020660B
 _EXTENTS = 64
 _LAST_EXTENT = 1
@@ -229,7 +232,7 @@ class _Directory:
     def _below(self, name: str, above: Layer, layers: tuple[Layer, ...]) -> Iterator[Layer]:
         """The layers that a directory goes on with below ``above``."""
         for layer in layers:
-            if self._attribute(above, name, _OPAQUE) == b"y":
+            if self._attribute(above, name, OPAQUE) == b"y":
                 return
             info = self._stat(layer, name)
             if info is None:
@@ -249,7 +252,7 @@ class _Directory:
         if stat.S_ISCHR(info.st_mode):
             return info.st_rdev == 0
         empty = stat.S_ISREG(info.st_mode) and info.st_size == 0
-        return empty and self._attribute(layer, name, _WHITEOUT) is not None
+        return empty and self._attribute(layer, name, WHITEOUT) is not None
 
     def _attribute(self, layer: Layer, name: str, attribute: str) -> bytes | None:
         try:

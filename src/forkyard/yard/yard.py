@@ -24,7 +24,7 @@ from forkyard.errors import (
     ForkyardError,
     NotFoundError,
 )
-from forkyard.host import process
+from forkyard.host import process, userns
 from forkyard.host.cgroup import Cgroups
 from forkyard.host.failpoint import failpoint
 from forkyard.oci.tools import Tools
@@ -503,6 +503,7 @@ async def open_yard(
         if engine.shares_files:
             agents.protect(home)
         sandboxes = Sandboxes()
+        userns.keep(home)
         stack.push_async_callback(_leave_host, home, sandboxes, engine, cgroups, disks)
         # Last in, first out: the readers and watches end before what they use.
         tg = await stack.enter_async_context(Services())
@@ -557,6 +558,8 @@ async def _leave_host(
         await engine.close()
         cgroups.close()
     await disks.close(unmount=empty)
+    if empty:
+        userns.leave(home)
 
 
 __all__ = ["Yard", "open_yard"]
