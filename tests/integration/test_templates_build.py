@@ -22,7 +22,7 @@ from image_kit import (
 from yard_home import YardHome, client, until, yard
 
 from forkyard import Client
-from forkyard.errors import CommandFailedError, DeadlineError, InvalidRequestError, NotFoundError
+from forkyard.errors import CommandFailedError, ConflictError, DeadlineError, InvalidRequestError, NotFoundError
 from forkyard.types import Progress, SandboxInfo
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.net]
@@ -301,6 +301,8 @@ def test_a_warm_template_is_forked_and_started_in_other_shapes(templates: Client
     cold = started(templates, "srv", type="medium")
     assert templates.shell(cold.id, ASK).stdout == "1\nonce\n"
     templates.delete_template("srv")
+    with pytest.raises(ConflictError, match="base is what"):
+        templates.delete_template("base")
     assert templates.shell(cold.id, ASK).stdout == "2\nonce\n", "it lives on without its template"
 
 

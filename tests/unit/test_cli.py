@@ -335,3 +335,9 @@ def test_words_are_completed(
     monkeypatch.setenv("COMP_CWORD", str(at))
     assert run((), App(client)) == 0
     assert [line.split(",")[1] for line in capfd.readouterr().out.splitlines()] == found
+
+
+def test_the_sdk_alone_says_so() -> None:
+    code = "import sys; sys.modules['click'] = None; from forkyard.cli.entry import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "ls"], capture_output=True, text=True)
+    assert done.returncode == 1 and "forkyard[host]" in done.stderr and "Traceback" not in done.stderr

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from forkyard.errors import InvalidRequestError
+from forkyard.errors import InvalidRequestError, UnsupportedError
+from forkyard.rollouts import Task, evaluate
 from forkyard.rollouts.numbers import (
     cluster_interval,
     compare_runs,
@@ -197,3 +199,10 @@ def test_comparison_names_what_it_cannot_pair() -> None:
     assert (got.only_a, got.only_b, got.no_samples) == (("z",), ("w",), ("y",))
     assert got.tasks == 1 and got.difference == -1 and got.differences == {"x": -1.0}
     assert "3 could not be paired" in str(got)
+
+
+def test_what_intervals_need_is_looked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the last episode, when the report is printed."""
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(UnsupportedError, match=r"scipy .*rollouts"):
+        evaluate([Task("one")], lambda episode: None)

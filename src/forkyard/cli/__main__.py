@@ -1,5 +1,5 @@
 """``python -m forkyard.cli``."""
 
-from forkyard.cli.main import main
+from forkyard.cli.entry import main
 
 main()

@@ -88,6 +88,9 @@ _SPOKEN = {
     "new=True": "--new",
     "egress='deny'": "--egress deny",
     "checkpoint()": "forkyard checkpoint",
+    "dockerfile=": "--dockerfile",
+    "ready_timeout_s=": "--ready-timeout",
+    "ready=": "--ready",
 }
 
 

@@ -6,6 +6,7 @@ the population that the clusters stand for, and its ``note`` says so.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
+HOW = "pip install '/path/to/forkyard[rollouts]' (the checkout)"
 FEW_CLUSTERS = 30
 DRAWS = 10_000
 LEVEL = 0.95
@@ -177,15 +179,24 @@ def cluster_interval(
     return Interval(low, high, "bca", _note(count))
 
 
+def need() -> None:
+    """Find out now, and not after hours of episodes, whether intervals can be had.
+
+    Raises:
+        UnsupportedError: numpy or scipy is missing.
+    """
+    for name in ("numpy", "scipy"):
+        if importlib.util.find_spec(name) is None:
+            raise UnsupportedError(f"the report's intervals need {name}", hint=HOW)
+
+
 def _libraries() -> tuple[ModuleType, ModuleType]:
     """numpy and scipy.special, loaded when first needed: tasks and policies do without."""
     try:
         import numpy
         from scipy import special
     except ImportError as error:
-        raise UnsupportedError(
-            f"intervals need numpy and scipy: {error}", hint="pip install 'forkyard[rollouts]'"
-        ) from error
+        raise UnsupportedError(f"intervals need numpy and scipy: {error}", hint=HOW) from error
     return numpy, special
 
 

@@ -21,6 +21,7 @@ from forkyard.rollouts.attempt import Attempt, Runner
 from forkyard.rollouts.clients import Both, both, run_sync
 from forkyard.rollouts.keys import digest, policy_version, sample_key, sample_seed, task_digest
 from forkyard.rollouts.losses import HOST
+from forkyard.rollouts.numbers import need
 from forkyard.rollouts.prepare import DISK_BUDGET_MB, Prepared, Preparer
 from forkyard.rollouts.progress import Board, OnProgress, shown
 from forkyard.rollouts.report import Report
@@ -75,6 +76,7 @@ async def aevaluate(
     if fleet is not None:
         raise UnsupportedError("this version runs on one machine", hint="leave fleet out")
     _check(tasks, samples, ks)
+    need()
     mine = both(client)
     head = {"run": run or secrets.token_hex(8), "created_at": time.time()}
     where = jn.open_journal(Path(out), head, new=new) if out is not None else _in_memory(head)

@@ -411,7 +411,15 @@ class Making:
         return found
 
     async def delete(self, name: str, caller: Caller, **why: Any) -> None:
-        """Delete a template. Sandboxes made from it live on."""
+        """Delete a template. Sandboxes made from it live on.
+
+        Raises:
+            ConflictError: it is ``base``. NotFoundError: there is none.
+        """
+        if name == "base":
+            raise ConflictError(
+                "base is what sandboxes start from where nothing else is said", hint="delete others by name"
+            )
         layers = self.templates.remove(name)
         await self.snapshots.drop_unheld(layers)
         await self.context.record("template.deleted", caller, None, name=name, **why)

@@ -114,7 +114,7 @@ async def run(guest: Guest, doc: TemplateDoc, say: Say | None = None) -> None:
             except TimeoutError:
                 failure = DeadlineError(
                     f"`{shown}` was not ready within {doc.ready_timeout_s:g} s{output.shown()}",
-                    hint="raise ready_timeout_s, or say by ready= what it is ready by",
+                    hint="raise ready_timeout_s=, or say by ready= what it is ready by",
                 )
             except _EndedError as ended:
                 await reader
