@@ -221,11 +221,12 @@ async def _run_all(sandbox: AsyncSandbox, task: str, commands: Commands) -> None
         done = await sandbox.shell(command, user=commands.user, timeout_s=commands.timeout_s)
         if done.ok:
             continue
-        why = "timed out" if done.timed_out else "ran out of memory" if done.oom else ""
+        which = f"its command {number} of {len(commands.run)}, {command[:200]!r},"
+        how = "timed out" if done.timed_out else "ran out of memory" if done.oom else ""
+        how = how or f"exited with {done.exit_code}"
         printed = (done.stderr.strip() or done.stdout.strip())[-SHOWN:]
         raise CommandFailedError(
-            f"task {task!r} cannot be prepared: its command {number} of {len(commands.run)}, "
-            f"{command[:200]!r}, {why or f'exited with {done.exit_code}'}" + (f":\n{printed}" if printed else ""),
+            f"task {task!r} cannot be prepared: {which} {how}" + (f":\n{printed}" if printed else ""),
             result=done,
         )
 
