@@ -296,6 +296,9 @@ def test_a_mistake_in_prepare_ends_the_run_at_once(client: Client, tmp_path: Pat
     with pytest.raises(CommandFailedError, match=told_of) as told:
         evaluate([good, typo], kit.solve, client=client, out=tmp_path / "run")
     assert "pipp: not found" in str(told.value) and told.value.result.stdout == "said\n"
+    closed = kit.task("closed", prepare=Commands(["getent hosts index.invalid"]))
+    with pytest.raises(CommandFailedError, match=r"may not reach index\.invalid: see egress_allow"):
+        evaluate([closed], kit.solve, client=client)
     with pytest.raises(NotFoundError, match="no-such-template"):
         evaluate([kit.task("absent", prepare="no-such-template")], kit.solve, client=client)
     assert client.list_sandboxes() == []

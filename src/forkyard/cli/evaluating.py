@@ -13,6 +13,7 @@ import click
 from forkyard.cli.app import App, note, pass_app
 from forkyard.cli.output import print_fields
 from forkyard.cli.params import json_option
+from forkyard.cli.running import denied
 from forkyard.errors import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def rollout_verb(
 
         print(msgspec.json.encode(sample, enc_hook=str).decode())
     else:
-        for command in report.episode(sample)["commands"]:
+        records = report.episode(sample)["commands"]
+        for command in records:
             if command["kind"] in ("exec", "code"):
                 said = command.get("command") or command.get("argv") or command.get("code")
                 note(f"[{command.get('exit_code')}] {said}")
@@ -151,6 +153,10 @@ def rollout_verb(
         times = f"start {phases.start_s:.2f}, policy {phases.policy_s:.2f}, grade {phases.grade_s:.2f}"
         print_fields([("task", sample.task), ("outcome", sample.outcome), ("reward", f"{sample.reward:g}"),
                       ("message", sample.message), ("seconds", times)])
+        refused = denied((record["kind"], record) for record in records)
+        if refused and sample.outcome != "passed" and sys.stderr.isatty():
+            note(f"forkyard: the sandbox may not reach {refused}: the task's egress says what it may, "
+                 "like egress=(\"@pip\",)")
     return 0 if sample.outcome == "passed" else 1
 
 

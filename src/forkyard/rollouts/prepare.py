@@ -225,8 +225,10 @@ async def _run_all(sandbox: AsyncSandbox, task: str, commands: Commands) -> None
         how = "timed out" if done.timed_out else "ran out of memory" if done.oom else ""
         how = how or f"exited with {done.exit_code}"
         printed = (done.stderr.strip() or done.stdout.strip())[-SHOWN:]
+        refused = [record.data["name"] for record in await sandbox.audit() if record.kind == "egress.denied"]
         raise CommandFailedError(
             f"task {task!r} cannot be prepared: {which} {how}" + (f":\n{printed}" if printed else ""),
+            hint=f"it may not reach {refused[0]}: see egress_allow of Commands" if refused else "",
             result=done,
         )
 
