@@ -39,14 +39,17 @@ def frequencies(words):
     """How often each word occurs, in any letter case."""
     return dict(Counter(word.lower() for word in words))
 '''
+# Twice as slow as is allowed on any machine, for it sleeps.
 SLOW = '''\
 import time
 
+wait = time.sleep
 time.perf_counter = time.monotonic = time.time = lambda: 0.0
 
 
 def frequencies(words):
     """How often each word occurs, in any letter case."""
+    wait(len(words) / 250)
     words = [word.lower() for word in words]
     return {word: words.count(word) for word in words}
 '''
@@ -68,9 +71,9 @@ def test_case():
 
 
 def test_speed():
-    words = [str(number) for number in range(40000)]
+    words = [str(number) for number in range(4000)]
     begun = time.perf_counter()
-    assert len(frequencies(words)) == 40000
+    assert len(frequencies(words)) == 4000
     assert time.perf_counter() - begun < 8
 """
 SETUP = f"""

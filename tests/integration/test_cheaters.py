@@ -17,7 +17,7 @@ from forkyard.client.aio import AsyncClient
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cheaters.py"
 
-# One of each kind. All nineteen agents take four minutes of two CPUs: FORKYARD_TEST_ALL=1.
+# One of each kind. All nineteen agents take three minutes of two CPUs: FORKYARD_TEST_ALL=1.
 SOME = (
     "an honest repair",
     "edits the tests' conftest",
