@@ -4,16 +4,19 @@ The ordinary layout is one container: the agent works in it, the hidden tests ar
 afterwards, and the exit code of pytest is the reward. Ours is ``forkyard.rollouts``: what the agent
 changed crosses into a copy that it never had. Each line of the table is one agent.
 
-    python examples/cheaters.py
+    python examples/cheaters.py [--svg cheaters.svg]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import html
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from forkyard.client.aio import AsyncClient
 from forkyard.client.aio_sandbox import AsyncSandbox
@@ -36,14 +39,17 @@ def frequencies(words):
     """How often each word occurs, in any letter case."""
     return dict(Counter(word.lower() for word in words))
 '''
+# Twice as slow as is allowed on any machine, for it sleeps.
 SLOW = '''\
 import time
 
+wait = time.sleep
 time.perf_counter = time.monotonic = time.time = lambda: 0.0
 
 
 def frequencies(words):
     """How often each word occurs, in any letter case."""
+    wait(len(words) / 250)
     words = [word.lower() for word in words]
     return {word: words.count(word) for word in words}
 '''
@@ -65,9 +71,9 @@ def test_case():
 
 
 def test_speed():
-    words = [str(number) for number in range(40000)]
+    words = [str(number) for number in range(4000)]
     begun = time.perf_counter()
-    assert len(frequencies(words)) == 40000
+    assert len(frequencies(words)) == 4000
     assert time.perf_counter() - begun < 8
 """
 SETUP = f"""
@@ -331,10 +337,49 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def as_svg(rows: list[Row]) -> str:
+    """The rewards as a table: a row for each agent, a cell for each layout, red where it is wrong."""
+    line, edge, cells = 22, 12, (250, 350)
+    width, height = 790, 58 + line * len(rows)
+    parts = [
+        f'<text x="{x}" y="24" text-anchor="{anchor}" font-weight="bold">{word}</text>'
+        for x, anchor, word in (
+            (edge, "start", "agent"),
+            (295, "middle", "one container"),
+            (395, "middle", "forkyard"),
+            (460, "start", "suspicions there"),
+        )
+    ]
+    for number, row in enumerate(rows):
+        y = 38 + line * number
+        parts.append(f'<text x="{edge}" y="{y + 15}">{html.escape(row.name)}</text>')
+        for x, reward in zip(cells, (row.ordinary, row.ours), strict=True):
+            colour = "#2da44e" if reward == float(row.honest) else "#cf222e"
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="90" height="{line - 4}" rx="3" fill="{colour}"/>'
+                f'<text x="{x + 45}" y="{y + 14}" text-anchor="middle" fill="#ffffff">{reward:g}</text>'
+            )
+        shown = textwrap.shorten(", ".join(row.suspicions), 46, placeholder=" ...")
+        parts.append(f'<text x="460" y="{y + 15}" font-size="11">{html.escape(shown)}</text>')
+    wrong = sum(row.ordinary != float(row.honest) for row in rows), sum(not row.right for row in rows)
+    said = f"rewards; red is wrong: {wrong[0]} of {len(rows)} in one container, {wrong[1]} in forkyard"
+    parts.append(f'<text x="{edge}" y="{height - 8}">{said}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="12" fill="#8a919b" role="img">'
+        f"<title>Rewards of {len(rows)} agents in two layouts</title>{''.join(parts)}</svg>\n"
+    )
+
+
 async def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--svg", type=Path, help="where to draw the table")
+    chosen = parser.parse_args()
     async with AsyncClient() as client:
         rows = await run(client)
     print(table(rows))
+    if chosen.svg is not None:
+        chosen.svg.write_text(as_svg(rows))
     return 0 if all(row.right for row in rows) else 1
 
 

@@ -296,6 +296,16 @@ class TestYard:
     async def start(self, ref: str) -> ty.SandboxInfo:
         return await self.yard.start_sandbox(rq.StartSandbox(sandbox=ref), self.caller)
 
+    def weight(self, ref: str) -> int:
+        """A sandbox's weight as the kernel has it; as its record says where there are no control groups."""
+        sandbox = self.context.sandboxes.get(ref)
+        if sandbox.box.cgroup is None:
+            return sandbox.doc.cpu_weight
+        shares = Path(sandbox.box.cgroup.dirs["cpu"], "cpu.shares")
+        if shares.exists():
+            return int(shares.read_text()) * 100 // 1024
+        return int(Path(sandbox.box.cgroup.dirs["cpu"], "cpu.weight").read_text())
+
     async def count(self, ref: str, path: str) -> int:
         """How far a counter is."""
         return int((await self.read(ref, path)).strip() or 0)

@@ -49,9 +49,9 @@ if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     "$python" -m venv --clear "$venv"
 fi
 say "installing forkyard and its dependencies into $venv"
-# Bars where somebody watches, silence in a log.
-quiet=--quiet
-[ -t 1 ] && quiet=
-"$venv/bin/python" -m pip install $quiet --disable-pip-version-check --no-input -e '.[host,dev]' </dev/null
+# Bars where somebody watches, a line for each package in a log.
+bars=off
+[ -t 1 ] && bars=on
+"$venv/bin/python" -m pip install --progress-bar $bars --disable-pip-version-check --no-input -e '.[host,dev]' </dev/null
 fingerprint >"$stamp"
 say "$venv: done"

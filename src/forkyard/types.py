@@ -11,6 +11,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+CPU_WEIGHT = 100
+"""What a sandbox weighs that was given no ``cpu_weight``."""
+
 State = Literal["creating", "running", "stopped", "failed", "deleted"]
 
 
@@ -80,6 +83,7 @@ class SandboxInfo(Record):
     tainted: bool
     start_ms: float
     failure: Failure | None = None
+    cpu_weight: int = CPU_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)

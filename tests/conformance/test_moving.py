@@ -44,7 +44,7 @@ async def other(other_home: Home) -> AsyncIterator[TestYard]:
 @pytest.fixture
 async def gold(yard: TestYard) -> bytes:
     """The archive of a snapshot with a counter that counts, and a file."""
-    box = await yard.create(name="box", env={"E": "1"}, mem_mb=300)
+    box = await yard.create(name="box", env={"E": "1"}, mem_mb=300, cpu_weight=300)
     await yard.background(box.id, "exec counter /home/user/n")
     await yard.counting(box.id, "n", 2)
     await yard.write(box.id, file=b"kept")
@@ -58,7 +58,7 @@ async def test_memory_and_disk_go_on_in_another_yard(yard: TestYard, other: Test
     assert (snap.name, snap.labels, snap.memory, snap.engine) == ("gold", {"k": "v"}, True, was.engine)
     assert snap.id != was.id and snap.imported_from == was.id and snap.source == was.source
     box = await other.create(name="on", snapshot="gold")
-    assert box.memory_restored and box.mem_mb == 300
+    assert box.memory_restored and box.mem_mb == 300 and box.cpu_weight == other.weight("on") == 300
     before = await other.count(box.id, "n")
     assert before >= 2 and await other.counting(box.id, "n", before) > before
     assert await other.read(box.id, "file") == b"kept"
@@ -208,6 +208,7 @@ HOSTILE: dict[str, Callable[[Manifest], None]] = {
     "an unknown type": _take(type="huge"),
     "memory without end": _take(mem_mb=1 << 60),
     "no memory": _take(mem_mb=1),
+    "no weight": _take(cpu_weight=0),
     "CPUs that are no number": _take(cpus="many"),
     "an environment that none can have": _take(env={"A=B": "c"}),
     "no user": _take(user=None),

@@ -22,7 +22,7 @@ from forkyard.yard import templates
 def test_sandboxes_run_on(lives: Lives) -> None:
     first = lives()
     yard = first.yard
-    one = first.run(yard.create(name="one", labels={"k": "v"}, ttl_min=60))
+    one = first.run(yard.create(name="one", labels={"k": "v"}, ttl_min=60, cpu_weight=300))
     pid = first.run(yard.background("one", "exec counter /home/user/n"))
     first.run(yard.counting("one", "n", 3))
     fork = first.run(yard.fork("one", 1, names=["fork"]))
@@ -40,6 +40,7 @@ def test_sandboxes_run_on(lives: Lives) -> None:
     info = second.run(yard.info("one"))
     assert (info.id, info.state, info.labels) == (one.id, "running", {"k": "v"})
     assert info.expires_at == one.expires_at
+    assert info.cpu_weight == 300 and yard.weight("one") == 300
     assert {doc.id for doc in yard.context.snapshots.values()} == records
     assert yard.references() == references
     before = second.run(yard.count("one", "n"))
@@ -51,6 +52,7 @@ def test_sandboxes_run_on(lives: Lives) -> None:
     assert second.run(yard.read("stopped", "file")) == b"kept"
     assert second.run(yard.rewind("one", "c")).state == "running"
     assert second.run(yard.create(snapshot="gold")).memory_restored
+    assert second.run(yard.info("one")).cpu_weight == 300 and yard.weight("one") == 300
     second.run(yard.delete("fork"))
     assert fork.snapshot not in yard.context.snapshots
     kinds = [record.kind for record in second.run(yard.yard.audit(rq.Audit(sandbox="one"), yard.caller))]

@@ -39,11 +39,33 @@ async def test_a_name_is_taken_until_its_sandbox_is_deleted(yard: TestYard) -> N
 
 async def test_bad_names_and_limits_are_refused(yard: TestYard) -> None:
     for bad in [{"name": "a b"}, {"name": ""}, {"name": "sb_0123456789"}, {"mem_mb": 1}, {"type": "huge"},
-                {"ttl_min": -1}, {"env": {"a=b": "c"}}]:  # fmt: skip
+                {"cpu_weight": 0}, {"cpu_weight": 10_001}, {"ttl_min": -1},
+                {"env": {"a=b": "c"}}]:  # fmt: skip
         with pytest.raises(InvalidRequestError):
             await yard.create(**bad)
     with pytest.raises(NotFoundError, match="base"):
         await yard.create(template="none")
+
+
+async def test_a_weight_is_passed_on(yard: TestYard) -> None:
+    """As every limit: to forks, and to what starts from a snapshot, unless they are given another."""
+    assert (await yard.create(name="usual")).cpu_weight == 100
+    assert (await yard.create(name="one", cpu_weight=500)).cpu_weight == 500
+    assert (await yard.fork("one", 1)).forks[0].cpu_weight == 500
+    assert (await yard.fork("one", 1, type="medium")).forks[0].cpu_weight == 500
+    assert (await yard.fork("one", 1, cpu_weight=7)).forks[0].cpu_weight == 7
+    kept = await yard.snapshot("one", "kept")
+    assert (await yard.create(snapshot="kept")).cpu_weight == 500
+    assert yard.weight("one") == 500 and yard.weight("usual") == 100
+    await yard.checkpoint("one", "here")
+    await yard.rewind("one", "here")
+    assert yard.weight("one") == 500
+    await yard.stop("one")
+    await yard.start("one")
+    assert yard.weight("one") == 500
+    # One that an earlier release made.
+    yard.context.snapshots[kept.id].inherits.pop("cpu_weight")
+    assert (await yard.create(snapshot="kept")).cpu_weight == 100
 
 
 async def test_delete_is_idempotent(yard: TestYard) -> None:

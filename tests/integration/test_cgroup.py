@@ -76,6 +76,32 @@ async def test_the_cpu_is_shared_out(box):
     assert time.monotonic() - begin > 0.45  # half a CPU; shared with others it only takes longer
 
 
+async def test_a_weight_counts_against_the_other_boxes(groups):
+    """Of one CPU that ten processes of one box and one of another want, by their weights and not by
+    their number."""
+    spin = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])\nwhile True: pass"
+    light, heavy = groups.create("bx3"), groups.create("bx4", cpu_weight=10_000)
+    first = groups.version == 1
+    name, values = ("cpu.shares", ("1024", "102400")) if first else ("cpu.weight", ("100", "10000"))
+    try:
+        weights = tuple(Path(one.dirs["cpu"], name).read_text().strip() for one in (light, heavy))
+        assert weights == values
+        with contextlib.ExitStack() as stack:
+            for box in (*[light] * 10, heavy):
+                stack.enter_context(_running(box, spin))
+            before = light.usage().cpu_ms, heavy.usage().cpu_ms
+            async with asyncio.timeout(60):
+                while heavy.usage().cpu_ms - before[1] < 500:  # noqa: ASYNC110 - half a second of its own
+                    await asyncio.sleep(0.05)
+            # By number it would be a tenth.
+            assert heavy.usage().cpu_ms - before[1] > 3 * (light.usage().cpu_ms - before[0])
+        heavy.update(cpu_weight=1)
+        assert int(Path(heavy.dirs["cpu"], name).read_text()) <= 10
+    finally:
+        await light.delete()
+        await heavy.delete()
+
+
 async def test_pids(box):
     code = (
         "import os, sys\nfor n in range(100):\n  if os.fork() == 0: import time; time.sleep(9); os._exit(0)"

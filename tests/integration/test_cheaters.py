@@ -6,7 +6,9 @@ import asyncio
 import importlib.util
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from yard_home import YardHome, yard  # noqa: F401
@@ -15,7 +17,7 @@ from forkyard.client.aio import AsyncClient
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cheaters.py"
 
-# One of each kind. All nineteen agents take four minutes of two CPUs: FORKYARD_TEST_ALL=1.
+# One of each kind. All nineteen agents take three minutes of two CPUs: FORKYARD_TEST_ALL=1.
 SOME = (
     "an honest repair",
     "edits the tests' conftest",
@@ -47,3 +49,12 @@ def test_cheats_score_0_and_honest_work_scores_1(yard: YardHome, capsys: pytest.
     assert [row.name for row in rows if not row.right] == [], table
     # The cheats are real: an ordinary layout pays for them.
     assert [row.name for row in rows if row.ordinary != 1.0] == [], table
+
+    cells = [
+        (cell.get("fill"), float(said.text or "nan"))
+        for cell, said in pairwise(ElementTree.fromstring(example.as_svg(rows)))
+        if cell.tag.endswith("rect")
+    ]
+    right, wrong = "#2da44e", "#cf222e"
+    drawn = [cell for row in rows for cell in ((right if row.honest else wrong, 1.0), (right, row.ours))]
+    assert cells == drawn

@@ -239,6 +239,20 @@ def test_shell_is_a_terminal(own_yard: OwnYard, box: str) -> None:  # noqa: F811
         assert termios.tcgetattr(fd)[3] == before[3]
 
 
+def test_a_closed_network_is_told_on_a_terminal(own_yard: OwnYard, box: str) -> None:  # noqa: F811
+    """What a program says of it is a name that does not resolve, or nothing at all."""
+    piped = own_yard.run("exec", "-n", box, "getent hosts piped.invalid")
+    assert (piped.returncode, piped.stderr) == (2, b"")
+    with terminal(own_yard, "exec", "-n", box, "getent hosts nowhere.invalid; exit 3") as (_, fd):
+        assert b"box may not reach" in until(fd, b"--allow nowhere.invalid,")
+    with terminal(own_yard, "exec", "-n", box, "getent hosts other.invalid; echo done; exit 0") as (pid, fd):
+        seen = until(fd, b"done\r\n")
+        with contextlib.suppress(OSError):  # the terminal's end
+            while piece := os.read(fd, 4096):
+                seen += piece
+        assert b"reach" not in seen and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_delete_asks_on_a_terminal(own_yard: OwnYard, box: str) -> None:  # noqa: F811
     with terminal(own_yard, "delete", box) as (_, fd):
         until(fd, b"Delete box?")

@@ -22,7 +22,7 @@ from small_root import write_root
 from yard_home import YardHome, client, yard  # noqa: F401
 
 from forkyard import Client
-from forkyard.errors import ConflictError, InvalidRequestError, NotFoundError
+from forkyard.errors import CommandFailedError, ConflictError, InvalidRequestError, NotFoundError
 from forkyard.rollouts import (
     Commands,
     Dockerfile,
@@ -280,19 +280,29 @@ def test_prepared_states_are_evicted_by_last_use(client: Client) -> None:  # noq
 
 
 def test_what_cannot_be_prepared_is_told(client: Client) -> None:  # noqa: F811
-    tasks = [
-        kit.task("broken", prepare=Commands(["echo why >&2; exit 3"])),
-        kit.task("late", prepare=Commands(["sleep 100"]), timeouts=Timeouts(prepare_s=2)),
-        kit.task("absent", prepare="no-such-template"),
-        kit.task("good"),
-    ]
-    report = evaluate(tasks, kit.solve, client=client)
+    late = kit.task("late", prepare=Commands(["sleep 100"]), timeouts=Timeouts(prepare_s=2))
+    report = evaluate([late, kit.task("good")], kit.solve, client=client)
     said = {sample.task: (sample.outcome, sample.message) for sample in report.samples}
-    assert said["broken"][0] == "infra" and "why" in said["broken"][1]
     assert said["late"][0] == "infra" and "was not prepared within 2 s" in said["late"][1]
-    assert said["absent"][0] == "infra" and "no-such-template" in said["absent"][1]
     assert said["good"][0] == "passed"
     assert client.list_sandboxes() == []
+
+
+def test_a_mistake_in_prepare_ends_the_run_at_once(client: Client, tmp_path: Path) -> None:  # noqa: F811
+    """It is no sample's outcome: none could be made. What has ended is kept."""
+    good, typo = kit.task("good"), kit.task("typo", prepare=Commands(["true", "echo said; pipp install x"]))
+    assert evaluate([good], kit.solve, client=client, out=tmp_path / "run").outcomes == {"passed": 1}
+    told_of = "'typo'.* command 2 of 2, 'echo said; pipp .*exited with 127"
+    with pytest.raises(CommandFailedError, match=told_of) as told:
+        evaluate([good, typo], kit.solve, client=client, out=tmp_path / "run")
+    assert "pipp: not found" in str(told.value) and told.value.result.stdout == "said\n"
+    closed = kit.task("closed", prepare=Commands(["getent hosts index.invalid"]))
+    with pytest.raises(CommandFailedError, match=r"may not reach index\.invalid: see egress_allow"):
+        evaluate([closed], kit.solve, client=client)
+    with pytest.raises(NotFoundError, match="no-such-template"):
+        evaluate([kit.task("absent", prepare="no-such-template")], kit.solve, client=client)
+    assert client.list_sandboxes() == []
+    assert evaluate([good], kit.solve, client=client, out=tmp_path / "run").outcomes == {"passed": 1}
 
 
 def test_a_dockerfile_is_a_prepared_state(client: Client, tmp_path: Path) -> None:  # noqa: F811

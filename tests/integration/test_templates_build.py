@@ -22,7 +22,13 @@ from image_kit import (
 from yard_home import YardHome, client, until, yard
 
 from forkyard import Client
-from forkyard.errors import CommandFailedError, ConflictError, DeadlineError, InvalidRequestError, NotFoundError
+from forkyard.errors import (
+    CommandFailedError,
+    ConflictError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+)
 from forkyard.types import Progress, SandboxInfo
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.net]

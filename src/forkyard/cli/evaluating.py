@@ -13,9 +13,12 @@ import click
 from forkyard.cli.app import App, note, pass_app
 from forkyard.cli.output import print_fields
 from forkyard.cli.params import json_option
+from forkyard.cli.running import denied
 from forkyard.errors import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from forkyard.rollouts import Report, Task
 
 POLICY = click.option("--policy", required=True, metavar="MODULE:NAME",
@@ -141,7 +144,8 @@ def rollout_verb(
 
         print(msgspec.json.encode(sample, enc_hook=str).decode())
     else:
-        for command in report.episode(sample)["commands"]:
+        records = report.episode(sample)["commands"]
+        for command in records:
             if command["kind"] in ("exec", "code"):
                 said = command.get("command") or command.get("argv") or command.get("code")
                 note(f"[{command.get('exit_code')}] {said}")
@@ -149,6 +153,10 @@ def rollout_verb(
         times = f"start {phases.start_s:.2f}, policy {phases.policy_s:.2f}, grade {phases.grade_s:.2f}"
         print_fields([("task", sample.task), ("outcome", sample.outcome), ("reward", f"{sample.reward:g}"),
                       ("message", sample.message), ("seconds", times)])
+        refused = denied((record["kind"], record) for record in records)
+        if refused and sample.outcome != "passed" and sys.stderr.isatty():
+            note(f"forkyard: the sandbox may not reach {refused}: the task's egress says what it may, "
+                 "like egress=(\"@pip\",)")
     return 0 if sample.outcome == "passed" else 1
 
 
@@ -161,23 +169,50 @@ def _print(report: Report, html: Path | None, as_json: bool) -> None:
 
 def _tasks(suite: str) -> list[Task]:
     """The tasks of a suite: see ``run_verb``."""
-    if ":" in suite and not os.path.exists(suite):
-        found = _imported(suite)
-        found = found() if callable(found) else found
-        return list(found) if isinstance(found, list | tuple) else [found]
-    from forkyard.rollouts import suites
+    from forkyard.rollouts import Task, suites
 
-    return list(suites.load(suite))
+    if suite.partition(":")[0] in suites.SUITES:
+        return list(suites.load(suite))
+    if os.path.isdir(suite):
+        return list(suites.load(f"harbor:{suite}"))
+    if ":" not in suite:
+        near = _near(suite, [*suites.SUITES, *(f"{module}:NAME" for module in _modules_here())])
+        hint = f"{near}there are {', '.join(suites.SUITES)}, a directory of task folders, and MODULE:NAME"
+        raise NotFoundError(f"there is no suite {suite!r}", hint=hint)
+    found = _imported(suite)
+    found = found() if callable(found) else found
+    tasks = list(found) if isinstance(found, list | tuple) else [found]
+    for one in tasks:
+        if not isinstance(one, Task):
+            raise InvalidRequestError(
+                f"{suite} has {type(one).__name__}, not Task",
+                hint="it names a Task or a list of them, or a function that makes it",
+            )
+    return tasks
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """The beginning of a hint: what was meant by ``name``, if anything known is like it."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {found[0]}? " if found else ""
+
+
+def _modules_here() -> list[str]:
+    """The modules of the present directory."""
+    here = Path.cwd()
+    found = [path.stem for path in here.glob("*.py")]
+    found += [path.parent.name for path in here.glob("*/__init__.py")]
+    return sorted(name for name in found if name.isidentifier())
 
 
 def _named(tasks: list[Task], name: str) -> Task:
     for task in tasks:
         if task.id == name:
             return task
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, [task.id for task in tasks], n=1) or [tasks[0].id] if tasks else []
-    raise NotFoundError(f"the suite has no task {name!r}", hint=f"there is {near[0]!r}" if near else "")
+    near = _near(name, [task.id for task in tasks]) or (f"there is {tasks[0].id!r}" if tasks else "")
+    raise NotFoundError(f"the suite has no task {name!r}", hint=near.strip())
 
 
 def _policy(name: str) -> Any:
@@ -196,13 +231,20 @@ def _imported(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.split(".")[0] and error.name != module:
             raise
-        raise NotFoundError(f"there is no module {module!r}", hint="run it where the module is") from None
-    except AttributeError:
-        raise NotFoundError(f"{module!r} has no {path!r}") from None
+        modules = _modules_here()
+        near = _near(module, modules) or (f"here are {', '.join(modules[:8])}; " if modules else "")
+        raise NotFoundError(
+            f"there is no module {module!r} in {os.getcwd()} or among what is installed",
+            hint=f"{near}run it where the module is",
+        ) from None
+    for at, part in enumerate(parts := path.split(".")):
+        if not hasattr(found, part):
+            names = [one for one in dir(found) if not one.startswith("_")]
+            whole = ":".join(filter(None, (module, ".".join(parts[:at]))))
+            raise NotFoundError(f"{whole!r} has no {part!r}", hint=_near(part, names).strip())
+        found = getattr(found, part)
     return found

@@ -46,7 +46,7 @@ Examples:
 @pass_app
 def fork_verb(
     app: App, source: str, count: int, prefix: str | None, names: tuple[str, ...], no_memory: bool,
-    type_: str | None, cpus: float | None, mem_mb: int | None, disk_mb: int | None,
+    type_: str | None, cpus: float | None, cpu_weight: int | None, mem_mb: int | None, disk_mb: int | None,
     env: tuple[tuple[str, str], ...], labels: tuple[tuple[str, str], ...], wait_s: float,
     ttl_s: float | None, auto_stop_s: float | None, egress: str | None, allow: tuple[str, ...],
     wait: bool, as_json: bool,
@@ -63,7 +63,8 @@ def fork_verb(
         count = len(names)
     done = app.client.fork(source, count, **given(
         prefix=prefix, names=list(names) or None, memory=False if no_memory else None,
-        type=type_, cpus=cpus, mem_mb=mem_mb, disk_mb=disk_mb, env=dict(env), labels=dict(labels),
+        type=type_, cpus=cpus, cpu_weight=cpu_weight, mem_mb=mem_mb, disk_mb=disk_mb,
+        env=dict(env), labels=dict(labels),
         wait_s=wait_s or None, ttl_min=minutes(ttl_s), auto_stop_min=minutes(auto_stop_s),
         egress=egress, egress_allow=list(allow) or None,
         # A copy of an ephemeral sandbox would end with this very process.

@@ -98,6 +98,8 @@ def limit_options(function: F) -> F:
     for option in (
         click.option("--disk", "disk_mb", type=click.IntRange(min=1), metavar="MB", help="Size of its disk."),
         click.option("--mem", "mem_mb", type=click.IntRange(min=1), metavar="MB", help="Its memory."),
+        click.option("--cpu-weight", "cpu_weight", type=click.IntRange(1, 10_000), metavar="N",
+                     help="Its share of CPUs that others want too; 100 is usual."),
         click.option("--cpus", type=click.FloatRange(min=0, min_open=True), metavar="N", help="Its CPUs."),
         click.option("--type", "type_", metavar="TYPE", help="Its size: small, medium or large."),
     ):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from forkyard.cli.app import EXIT_BROKEN_PIPE, EXIT_TIMED_OUT, App, note, pass_a
 from forkyard.cli.params import DURATION, complete_sandbox, env_option, given
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
 CHUNK = 1 << 16
 
@@ -87,6 +89,7 @@ def exec_verb(
     Stdin, stdout, stderr and the exit code are passed through; a timeout exits with 124.
     """
     what: str | list[str] = command[0] if len(command) == 1 else list(command)
+    begun = time.time()
     process = start(
         app, sandbox, what,
         **given(timeout_s=timeout_s, user=user, cwd=cwd, env=dict(env), login=login or None))
@@ -104,7 +107,19 @@ def exec_verb(
             elif event.kind == "gap":
                 note("forkyard: some output was lost")
         result = process.wait()
-    return outcome(result)
+    code = outcome(result)
+    if code and sys.stderr.isatty():
+        with contextlib.suppress(errors.ForkyardError):  # the command's own failure is what counts
+            records = app.client.audit(sandbox, begun)
+            if refused := denied((record.kind, record.data) for record in records):
+                note(f"forkyard: {sandbox} may not reach {refused}: make or fork it with --allow {refused}, "
+                     "or with --allow @pip, @npm or @apt for those programs' own servers")
+    return code
+
+
+def denied(records: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """The first name that these records (kind and data) say was refused; empty if none was."""
+    return next((str(data.get("name")) for kind, data in records if kind == "egress.denied"), "")
 
 
 def start(app: App, sandbox: str, command: str | list[str], **options: Any) -> Any:

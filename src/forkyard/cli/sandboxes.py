@@ -23,6 +23,7 @@ from forkyard.cli.params import (
     minutes,
     sandbox_argument,
 )
+from forkyard.types import CPU_WEIGHT
 
 
 def _event(event: str, **fields: Any) -> None:
@@ -51,8 +52,9 @@ Examples:
 @json_option("Print one event a line; the last is ready or failed.")
 @pass_app
 def new_verb(
-    app: App, name: str | None, type_: str | None, cpus: float | None, mem_mb: int | None,
-    disk_mb: int | None, snapshot: str | None, template: str | None, image: str | None, no_memory: bool,
+    app: App, name: str | None, type_: str | None, cpus: float | None, cpu_weight: int | None,
+    mem_mb: int | None, disk_mb: int | None, snapshot: str | None, template: str | None,
+    image: str | None, no_memory: bool,
     user: str | None, env: tuple[tuple[str, str], ...], labels: tuple[tuple[str, str], ...],
     wait_s: float, ttl_s: float | None, auto_stop_s: float | None, egress: str | None,
     allow: tuple[str, ...], quiet: bool, as_json: bool,
@@ -66,8 +68,8 @@ def new_verb(
     if no_memory and snapshot is None:
         raise click.UsageError("--no-memory needs --from")
     arguments = given(
-        name=name, type=type_, cpus=cpus, mem_mb=mem_mb, disk_mb=disk_mb, snapshot=snapshot,
-        template=template, image=image, user=user, env=dict(env), labels=dict(labels),
+        name=name, type=type_, cpus=cpus, cpu_weight=cpu_weight, mem_mb=mem_mb, disk_mb=disk_mb,
+        snapshot=snapshot, template=template, image=image, user=user, env=dict(env), labels=dict(labels),
         wait_s=wait_s or None, ttl_min=minutes(ttl_s), auto_stop_min=minutes(auto_stop_s),
         egress=egress, egress_allow=list(allow) or None, memory=False if no_memory else None,
     )
@@ -141,6 +143,7 @@ def info_verb(app: App, sandbox: str, as_json: bool) -> None:
         ("name", box.name), ("id", box.id), ("state", box.state),
         ("from", f"{origin}, memory restored" if box.memory_restored else origin),
         ("size", f"{box.type}: {box.cpus:g} CPU, {box.mem_mb} MiB memory, {box.disk_mb} MiB disk"),
+        *([("weight", str(box.cpu_weight))] if box.cpu_weight != CPU_WEIGHT else []),
         ("user", f"{box.user} in {box.workdir}" + (" (root was used)" if box.tainted else "")),
         ("network", ", ".join(box.egress_allow) if box.egress == "allow" else box.egress),
         ("made", f"{age(box.created_at, now=now)} ago, ready after {ms(box.start_ms)}"),

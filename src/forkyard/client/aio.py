@@ -136,6 +136,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncMoving, AsyncTe
         snapshot: str | None = None,
         type: str | None = None,
         cpus: float | None = None,
+        cpu_weight: int | None = None,
         mem_mb: int | None = None,
         disk_mb: int | None = None,
         env: Mapping[str, str] | None = None,
@@ -160,6 +161,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncMoving, AsyncTe
             template, image, snapshot: What it starts from, one of them; ``base`` if none. An image
                 is pulled if it is not here, as :meth:`pull_template` does.
             type: ``small``, ``medium`` or ``large``; explicit cpus, mem_mb and disk_mb beat it.
+            cpu_weight: Its share of CPUs that others want too, 1 to 10000; 100 if not given.
             egress: ``deny`` or ``any``; with ``egress_allow`` the hosts that may be reached.
             ttl_min: After so long it is deleted.
             auto_stop_min: After so long without use it is stopped.
@@ -179,6 +181,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncMoving, AsyncTe
             "snapshot": snapshot,
             "type": type,
             "cpus": cpus,
+            "cpu_weight": cpu_weight,
             "mem_mb": mem_mb,
             "disk_mb": disk_mb,
             "user": user,
@@ -352,6 +355,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncMoving, AsyncTe
         wait_s: float = 0,
         type: str | None = None,
         cpus: float | None = None,
+        cpu_weight: int | None = None,
         mem_mb: int | None = None,
         disk_mb: int | None = None,
         env: Mapping[str, str] | None = None,
@@ -388,6 +392,7 @@ class AsyncClient(AsyncRunning, AsyncFiles, AsyncBranching, AsyncMoving, AsyncTe
             wait_s=wait_s,
             type=type,
             cpus=cpus,
+            cpu_weight=cpu_weight,
             mem_mb=mem_mb,
             disk_mb=disk_mb,
             env=dict(env or {}),

@@ -90,9 +90,9 @@ class AsyncSandbox:
         """See :meth:`AsyncClient.snapshot`; ``sandbox`` is this one."""
         return await self.client.snapshot(self.id, name=name, labels=labels, memory=memory, request_id=request_id)
 
-    async def fork(self, n: int=1, *, prefix: str | None=None, names: Sequence[str] | None=None, memory: bool=True, wait_s: float=0, type: str | None=None, cpus: float | None=None, mem_mb: int | None=None, disk_mb: int | None=None, env: Mapping[str, str] | None=None, egress: str | None=None, egress_allow: Sequence[str] | None=None, ttl_min: float | None=None, auto_stop_min: float | None=None, ephemeral: bool | None=None, labels: Mapping[str, str] | None=None, lease: str | None=None, request_id: str | None=None) -> ty.ForkResult:
+    async def fork(self, n: int=1, *, prefix: str | None=None, names: Sequence[str] | None=None, memory: bool=True, wait_s: float=0, type: str | None=None, cpus: float | None=None, cpu_weight: int | None=None, mem_mb: int | None=None, disk_mb: int | None=None, env: Mapping[str, str] | None=None, egress: str | None=None, egress_allow: Sequence[str] | None=None, ttl_min: float | None=None, auto_stop_min: float | None=None, ephemeral: bool | None=None, labels: Mapping[str, str] | None=None, lease: str | None=None, request_id: str | None=None) -> ty.ForkResult:
         """See :meth:`AsyncClient.fork`; ``source`` is this one."""
-        return await self.client.fork(self.id, n=n, prefix=prefix, names=names, memory=memory, wait_s=wait_s, type=type, cpus=cpus, mem_mb=mem_mb, disk_mb=disk_mb, env=env, egress=egress, egress_allow=egress_allow, ttl_min=ttl_min, auto_stop_min=auto_stop_min, ephemeral=ephemeral, labels=labels, lease=lease, request_id=request_id)
+        return await self.client.fork(self.id, n=n, prefix=prefix, names=names, memory=memory, wait_s=wait_s, type=type, cpus=cpus, cpu_weight=cpu_weight, mem_mb=mem_mb, disk_mb=disk_mb, env=env, egress=egress, egress_allow=egress_allow, ttl_min=ttl_min, auto_stop_min=auto_stop_min, ephemeral=ephemeral, labels=labels, lease=lease, request_id=request_id)
 
     async def checkpoint(self, label: str | None=None, keep_last: int | None=None, *, memory: bool=True, request_id: str | None=None) -> ty.CheckpointInfo:
         """See :meth:`AsyncClient.checkpoint`; ``sandbox`` is this one."""

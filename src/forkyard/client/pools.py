@@ -28,7 +28,7 @@ RETRY_S = 1.0
 """After a refusal for want of room, or a daemon that went."""
 MAX_SIZE = 1000
 _OPTIONS = {
-    *("type", "cpus", "mem_mb", "disk_mb", "env", "egress", "egress_allow"),
+    *("type", "cpus", "cpu_weight", "mem_mb", "disk_mb", "env", "egress", "egress_allow"),
     *("auto_stop_min", "labels", "memory"),
 }
 

@@ -5,8 +5,10 @@ The kernel's own limit lies a reserve above it and is the last resort: at ``mem_
 (:meth:`CgroupBox.watch_memory`) tells the daemon, which ends something inside the sandbox. Page
 cache counts for the kernel's limit only, where it is dropped first.
 
-Inside a box, what runs the guest's programs can be set apart (:meth:`CgroupBox.set_apart`): together
-those processes then weigh as much as one thread of the guest's kernel, however many they are.
+Boxes are siblings, so that the weight of one counts against the other boxes of its home, and only
+while they want the same CPU. Inside a box, what runs the guest's programs can be set apart
+(:meth:`CgroupBox.set_apart`): together those processes then weigh as much as one thread of the guest's
+kernel, however many they are.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ _V2_CONTROLLERS = ("memory", "cpu", "pids")
 _MIB = 1 << 20
 _PERIOD_US = 100_000
 _WEIGHT = 100
+# What version 1 calls a weight of 100.
+_SHARES = 1024
 _NOTE = "trusted.forkyard"
 # Parts of a box: the guest's programs and, in version 2, where only leaves have processes, the rest.
 _GUEST, _KERNEL = "guest", "kernel"
@@ -151,6 +155,7 @@ class Cgroups:
         mem_mb: int | None = None,
         mem_reserve_mb: int | None = None,
         cpus: float | None = None,
+        cpu_weight: int | None = None,
         pids: int | None = None,
     ) -> CgroupBox:
         """Make a group with the limits that are given; if that fails, nothing is left.
@@ -172,7 +177,9 @@ class Cgroups:
                     os.mkdir(path)
                 made.append(path)
             made += box.divide()
-            box.update(mem_mb=mem_mb, mem_reserve_mb=mem_reserve_mb, cpus=cpus, pids=pids)
+            box.update(
+                mem_mb=mem_mb, mem_reserve_mb=mem_reserve_mb, cpus=cpus, cpu_weight=cpu_weight, pids=pids
+            )
         except BaseException as error:
             for path in reversed(made):
                 with contextlib.suppress(OSError):
@@ -233,15 +240,18 @@ class CgroupBox:
         mem_mb: int | None = None,
         mem_reserve_mb: int | None = None,
         cpus: float | None = None,
+        cpu_weight: int | None = None,
         pids: int | None = None,
     ) -> None:
-        """Set the limits that are given."""
+        """Set the limits that are given; ``cpu_weight`` is version 2's, 1 to 10000, in both."""
         if mem_mb is not None:
             self.mem_mb = mem_mb
             self.mem_reserve_mb = self.mem_reserve_mb if mem_reserve_mb is None else mem_reserve_mb
             self._limit_memory()
         if cpus and "cpu" in self.dirs:
             self._limit_cpu(max(int(cpus * _PERIOD_US), 1000))
+        if cpu_weight is not None and "cpu" in self.dirs:
+            self._weigh(cpu_weight)
         if pids is not None and "pids" in self.dirs:
             _write(self._file("pids", "pids.max"), pids)
 
@@ -249,6 +259,9 @@ class CgroupBox:
         raise NotImplementedError
 
     def _limit_cpu(self, quota_us: int) -> None:
+        raise NotImplementedError
+
+    def _weigh(self, weight: int) -> None:
         raise NotImplementedError
 
     def recall(self) -> None:
@@ -360,6 +373,9 @@ class _V1Box(CgroupBox):
         _write(self._file("cpu", "cpu.cfs_period_us"), _PERIOD_US)
         _write(self._file("cpu", "cpu.cfs_quota_us"), quota_us)
 
+    def _weigh(self, weight: int) -> None:
+        _write(self._file("cpu", "cpu.shares"), weight * _SHARES // _WEIGHT)
+
     def join_argv(self, argv: list[str]) -> list[str]:
         # "tasks" moves the writing thread alone, and that needs no wait for an RCU grace period
         return self._join(argv, [f"{path}/tasks" for path in self.paths])
@@ -437,6 +453,9 @@ class _V2Box(CgroupBox):
 
     def _limit_cpu(self, quota_us: int) -> None:
         _write(f"{self._dir}/cpu.max", f"{quota_us} {_PERIOD_US}")
+
+    def _weigh(self, weight: int) -> None:
+        _write(f"{self._dir}/cpu.weight", weight)
 
     def divide(self) -> list[str]:
         part = f"{self._dir}/{_KERNEL}"

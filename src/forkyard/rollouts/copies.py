@@ -18,6 +18,9 @@ from forkyard.types import ProcessInfo, SandboxInfo
 ROUNDS = 10
 CLEAN_UP_S = 30.0
 WAIT_S = 600.0
+# So much more than an episode has that episodes which burn every CPU leave a grader its own: its limits of
+# time then speak of the work and not of its neighbours.
+CPU_WEIGHT = 10_000
 
 
 @contextlib.asynccontextmanager
@@ -30,6 +33,7 @@ async def clean_copy(client: AsyncClient, task: Task, prepared: str) -> AsyncIte
         **_network(task.grader),
         ephemeral=True,
         cpus=limits.cpus,
+        cpu_weight=CPU_WEIGHT,
         mem_mb=limits.mem_mb,
         disk_mb=limits.disk_mb,
         labels={"forkyard.rollouts": "grading"},
@@ -55,6 +59,7 @@ async def own_copy(
     given = {
         **_network(grader),
         "ephemeral": True,
+        "cpu_weight": CPU_WEIGHT,
         "labels": {"forkyard.rollouts": "grading"},
         "wait_s": WAIT_S,
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 from forkyard.client.aio import AsyncClient
 from forkyard.client.aio_sandbox import AsyncSandbox
-from forkyard.errors import ConflictError, DeadlineError, NotFoundError
+from forkyard.errors import CommandFailedError, ConflictError, DeadlineError, NotFoundError
 from forkyard.rollouts.keys import prepared_digest
 from forkyard.rollouts.types import Commands, Dockerfile, Image, Limits, Prepare, Task
 
@@ -26,6 +26,8 @@ PREFIX = "rollouts/"
 LABEL = {"forkyard.rollouts": "prepared"}
 DISK_BUDGET_MB = 20_480
 POLL_S = 0.5
+# Of what a command printed, in the error that it failed.
+SHOWN = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +189,7 @@ class Preparer:
         )
         try:
             if isinstance(commands, Commands):
-                for command in commands.run:
-                    await client.shell(
-                        info.id, command, user=commands.user, timeout_s=commands.timeout_s, check=True
-                    )
+                await _run_all(client.sandbox(info.id), task.id, commands)
             if allow:
                 await client.set_egress(info.id, "deny")
             await put_files(client.sandbox(info.id), task.files, task.user)
@@ -214,6 +213,24 @@ class Preparer:
             with contextlib.suppress(ConflictError, NotFoundError):
                 await self._client.delete_snapshot(kept.id)
                 left_mb -= kept.exclusive_bytes / (1 << 20)
+
+
+async def _run_all(sandbox: AsyncSandbox, task: str, commands: Commands) -> None:
+    """Raises CommandFailedError, which says which command of the task's it was and what that printed."""
+    for number, command in enumerate(commands.run, 1):
+        done = await sandbox.shell(command, user=commands.user, timeout_s=commands.timeout_s)
+        if done.ok:
+            continue
+        which = f"its command {number} of {len(commands.run)}, {command[:200]!r},"
+        how = "timed out" if done.timed_out else "ran out of memory" if done.oom else ""
+        how = how or f"exited with {done.exit_code}"
+        printed = (done.stderr.strip() or done.stdout.strip())[-SHOWN:]
+        refused = [record.data["name"] for record in await sandbox.audit() if record.kind == "egress.denied"]
+        raise CommandFailedError(
+            f"task {task!r} cannot be prepared: {which} {how}" + (f":\n{printed}" if printed else ""),
+            hint=f"it may not reach {refused[0]}: see egress_allow of Commands" if refused else "",
+            result=done,
+        )
 
 
 async def put_files(

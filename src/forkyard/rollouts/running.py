@@ -15,9 +15,16 @@ from typing import Any
 
 from forkyard.client.aio import AsyncClient
 from forkyard.client.sync import Client
-from forkyard.errors import ConflictError, ForkyardError, InvalidRequestError, UnsupportedError
+from forkyard.errors import (
+    CommandFailedError,
+    ConflictError,
+    ForkyardError,
+    InvalidRequestError,
+    NotFoundError,
+    UnsupportedError,
+)
 from forkyard.rollouts import journal as jn
-from forkyard.rollouts.attempt import Attempt, Runner
+from forkyard.rollouts.attempt import WRONG, Attempt, Runner
 from forkyard.rollouts.clients import Both, both, run_sync
 from forkyard.rollouts.keys import digest, policy_version, sample_key, sample_seed, task_digest
 from forkyard.rollouts.losses import HOST
@@ -30,6 +37,8 @@ from forkyard.rollouts.stored import store_tasks
 from forkyard.rollouts.types import GradeMode, Phases, Policy, Sample, Task
 
 RETRIES = 2
+# What a task that cannot be prepared as it is written raises: for every sample, and at every try.
+MISTAKES = (CommandFailedError, NotFoundError, *WRONG)
 # What a grader must have: see types.Grader.
 GRADER = ("name", "mode", "build", "files", "key", "grade")
 
@@ -72,6 +81,8 @@ async def aevaluate(
     Raises:
         ConflictError: ``out`` is in use, or holds samples of another task, preparation, policy or
             limits under the same names. InvalidRequestError: an argument, or two tasks of one id.
+            CommandFailedError, NotFoundError: a task's own ``prepare`` is wrong; says which command
+            failed and what it printed. The run ends at once; what has ended before is kept in ``out``.
     """
     if fleet is not None:
         raise UnsupportedError("this version runs on one machine", hint="leave fleet out")
@@ -256,7 +267,7 @@ class _Run:
                     async with self._preparer.holding(unit.task) as prepared:
                         await self._tries(unit, prepared, seed, slots, board, tries)
                 except ForkyardError as error:
-                    if prepared is not None:
+                    if prepared is not None or isinstance(error, MISTAKES):
                         raise
                     tries.last.failed("infra", f"preparing: {error}", host=isinstance(error, HOST))
                     if not tries.again():

@@ -20,8 +20,13 @@ class Budget(Record):
     """What a search may use: ``nodes`` tried (the root is free), ``seconds`` from its start, and
     ``memory_mb``, MiB of its running sandboxes and kept states together. None is no limit.
 
-    Over the memory, the states with the lowest scores go first, never the best one's. A sandbox
-    that is needed for one action may exceed it for as long as that takes.
+    The memory is a target that the search steers by, no wall. A sandbox counts as the first one took
+    before any action, a state as what it keeps on the disk, and no more sandboxes work at a time than
+    fit. After each node that takes it over, the states with the lowest scores go, as many as needed.
+    It is exceeded by what actions use more (each sandbox's own ``mem_mb`` is the wall), by one new state
+    for each sandbox that works, by a sandbox beyond the limit while it returns to a state whose own is
+    busy, by copies for checks, and where only states are left that are never freed: the root's, the
+    best one's, those of marks, and those from which something is being tried.
     """
 
     nodes: int | None = None

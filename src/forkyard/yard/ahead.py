@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forkyard.types import CPU_WEIGHT
 from forkyard.yard.blanks import Blanks
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ class Ahead:
     def _note(self, start: Start) -> Key:
         key = _key(start)
         self._starts = {known: kept for known, kept in self._starts.items() if self.stock.knows(known)}
-        # Nobody's: what it asks of a network meanwhile is not the present sandbox's to answer.
-        self._starts[key] = dataclasses.replace(start, serve=lambda guest: None)
+        # Nobody's: what it asks of a network meanwhile is not the present sandbox's to answer, nor is
+        # its start as urgent as that one's.
+        limits = dataclasses.replace(start.limits, cpu_weight=CPU_WEIGHT)
+        self._starts[key] = dataclasses.replace(start, serve=lambda guest: None, limits=limits)
         return key
 
     async def take(self, start: Start) -> Box | None:

@@ -17,6 +17,7 @@ from forkyard.errors import CapacityError, CorruptSnapshotError, InvalidRequestE
 from forkyard.host import files
 from forkyard.store import layerstream
 from forkyard.store.archive import Manifest, Part, Reader, in_thread
+from forkyard.types import CPU_WEIGHT
 from forkyard.yard import agents, names
 from forkyard.yard.context import Context
 from forkyard.yard.plans import check_env, check_limits
@@ -49,6 +50,8 @@ class _Inherits(msgspec.Struct, kw_only=True):
     workdir: _Text
     env: dict[str, str]
     tainted: bool
+    # An earlier release's archive has none.
+    cpu_weight: int = CPU_WEIGHT
 
 
 class Coming:
@@ -234,7 +237,7 @@ def inherited(manifest: Manifest) -> dict[str, object]:
         known = msgspec.convert(manifest.inherits, _Inherits)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the archive's manifest is malformed: {error}") from None
-    check_limits(known.type, known.cpus, known.mem_mb, known.disk_mb)
+    check_limits(known.type, known.cpus, known.mem_mb, known.disk_mb, known.cpu_weight)
     check_env(known.env)
     if manifest.name is not None:
         names.check_name(manifest.name, "snapshot name")

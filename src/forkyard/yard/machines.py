@@ -28,6 +28,7 @@ from forkyard.host.memory import memory_mb
 from forkyard.host.trace import span
 from forkyard.store.disks import DiskStore
 from forkyard.store.images import Images
+from forkyard.types import CPU_WEIGHT
 from forkyard.yard import names
 from forkyard.yard.ahead import Ahead
 from forkyard.yard.background import Services, begin, finish, insist
@@ -50,7 +51,7 @@ AGENT_NAME = "fy-agent"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``cpus`` and ``mem_mb`` bind on the host; ``shape_*`` and ``processes`` are what the
+    """``cpus``, ``cpu_weight`` and ``mem_mb`` bind on the host; ``shape_*`` and ``processes`` are what the
     guest's kernel was booted with, and stay with its memory image."""
 
     cpus: float
@@ -59,6 +60,7 @@ class Limits:
     shape_mem_mb: int
     shape_disk_mb: int
     processes: int
+    cpu_weight: int = CPU_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,9 @@ class Machines:
             else:
                 site = self._lay_out(start)
                 undo.push(self.remove, site.id)
+            if site.cgroup is not None and start.limits.cpu_weight != CPU_WEIGHT:
+                # Already now: whoever weighs more also starts while others keep the CPUs busy.
+                site.cgroup.update(cpu_weight=start.limits.cpu_weight)
             await failpoint("start.laid_out")
             with span("disk", layers=len(start.layers)):
                 disk = await self.disks.create_box(site.id, start.layers, start.limits.disk_mb)
@@ -270,6 +275,7 @@ class Machines:
         cgroup.update(
             mem_mb=limits.mem_mb,
             mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
+            cpu_weight=limits.cpu_weight,
             pids=thread_limit(limits.processes),
         )
 

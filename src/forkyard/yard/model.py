@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from forkyard.requests import Lease
-from forkyard.types import CheckpointInfo, Failure, SandboxInfo, SnapshotInfo
+from forkyard.types import CPU_WEIGHT, CheckpointInfo, Failure, SandboxInfo, SnapshotInfo
 
 HOST = platform.node() or "localhost"
 LIVE = ("creating", "running", "stopped", "failed")
@@ -40,6 +40,7 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     checkpoint: str | None = None
     type: str
     cpus: float
+    cpu_weight: int = CPU_WEIGHT
     mem_mb: int
     disk_mb: int
     user: str
@@ -182,6 +183,7 @@ class Sandbox:
             checkpoint=doc.checkpoint,
             type=doc.type,
             cpus=doc.cpus,
+            cpu_weight=doc.cpu_weight,
             mem_mb=doc.mem_mb,
             disk_mb=doc.disk_mb,
             user=doc.user,

@@ -14,11 +14,12 @@ from forkyard.egress.policy import check_rules
 from forkyard.errors import CorruptSnapshotError, InvalidRequestError, UnsupportedError
 from forkyard.host import process
 from forkyard.requests import CreateSandbox, Fork
+from forkyard.types import CPU_WEIGHT
 from forkyard.yard import names
 from forkyard.yard.context import Context
 from forkyard.yard.machines import Limits
 from forkyard.yard.model import SandboxDoc, SnapshotDoc
-from forkyard.yard.snapshots import INHERITED, Snapshots, limits_of
+from forkyard.yard.snapshots import Snapshots, inherited, limits_of
 from forkyard.yard.templates import TemplateDoc, Templates, limits
 
 MIN_MEM_MB = 64
@@ -60,7 +61,7 @@ def for_create(request: CreateSandbox, context: Context, templates: Templates, s
         )
     if request.snapshot is not None and request.template is not None:
         raise InvalidRequestError("template and snapshot exclude each other", hint="give one of them")
-    check_limits(request.type, request.cpus, request.mem_mb, request.disk_mb)
+    check_limits(request.type, request.cpus, request.mem_mb, request.disk_mb, request.cpu_weight)
     check_times(request.ttl_min, request.auto_stop_min)
     check_env(request.env)
     defaults = context.settings.defaults
@@ -99,6 +100,7 @@ def _from_template(
         _first(request.mem_mb, None if explicit else defaults.mem_mb),
         _first(request.disk_mb, None if explicit else defaults.disk_mb),
     )
+    bounds = dataclasses.replace(bounds, cpu_weight=_first(request.cpu_weight, bounds.cpu_weight))
     image = templates.image(template, bounds)
     layers = templates.disk(template, image)
     doc = SandboxDoc(
@@ -133,8 +135,8 @@ def from_snapshot(
     memory: bool,
 ) -> Plan:
     """A sandbox from a snapshot, checkpoint or fork: what it inherits, less what is overridden."""
-    check_limits(request.type, request.cpus, request.mem_mb, request.disk_mb)
-    kept = {key: source.inherits[key] for key in INHERITED}
+    check_limits(request.type, request.cpus, request.mem_mb, request.disk_mb, request.cpu_weight)
+    kept = inherited(source)
     bounds = limits_of(kept)
     if request.type is not None:
         bounds = _keep_shape(limits(request.type), bounds)
@@ -142,6 +144,7 @@ def from_snapshot(
     bounds = dataclasses.replace(
         bounds,
         cpus=_first(request.cpus, bounds.cpus),
+        cpu_weight=_first(request.cpu_weight, bounds.cpu_weight),
         mem_mb=_first(request.mem_mb, bounds.mem_mb),
         disk_mb=_first(request.disk_mb, bounds.disk_mb),
     )
@@ -203,12 +206,22 @@ def resolve_egress(
     return ("any" if egress == "any" else "deny"), []
 
 
-def check_limits(type_name: str | None, cpus: float | None, mem_mb: int | None, disk_mb: int | None) -> None:
+def check_limits(
+    type_name: str | None,
+    cpus: float | None,
+    mem_mb: int | None,
+    disk_mb: int | None,
+    cpu_weight: int | None = None,
+) -> None:
     """Raises InvalidRequestError for a limit that no sandbox can have."""
     if type_name is not None and type_name not in TYPES:
         raise InvalidRequestError(f"type {type_name!r} is not known", hint=f"use one of {', '.join(TYPES)}")
     if cpus is not None and not 0.05 <= cpus <= 1024:
         raise InvalidRequestError(f"cpus={cpus} is not between 0.05 and 1024")
+    if cpu_weight is not None and not 1 <= cpu_weight <= 10_000:
+        raise InvalidRequestError(
+            f"cpu_weight={cpu_weight} is not between 1 and 10000", hint=f"{CPU_WEIGHT} is what others have"
+        )
     if mem_mb is not None and mem_mb < MIN_MEM_MB:
         raise InvalidRequestError(f"mem_mb={mem_mb} is less than {MIN_MEM_MB}")
     if disk_mb is not None and disk_mb < MIN_DISK_MB:
@@ -249,12 +262,13 @@ def _limit_fields(bounds: Limits) -> dict[str, Any]:
 
 
 def _keep_shape(bounds: Limits, shaped: Limits) -> Limits:
-    """Limits of another type for a guest whose kernel was booted with ``shaped``."""
+    """Limits of another type for a guest whose kernel was booted with ``shaped``; no type has a weight."""
     return dataclasses.replace(
         bounds,
         shape_mem_mb=shaped.shape_mem_mb,
         shape_disk_mb=shaped.shape_disk_mb,
         processes=shaped.processes,
+        cpu_weight=shaped.cpu_weight,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from forkyard.errors import ConflictError, NotFoundError, UnsupportedError
 from forkyard.host.failpoint import failpoint
-from forkyard.types import CheckpointInfo, SnapshotInfo
+from forkyard.types import CPU_WEIGHT, CheckpointInfo, SnapshotInfo
 from forkyard.yard.background import finish
 from forkyard.yard.context import Context
 from forkyard.yard.machines import Frozen, Limits
@@ -17,7 +17,8 @@ from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc, checkpoint_inf
 
 # What a sandbox started from a snapshot takes over from the one that was frozen.
 INHERITED = (
-    *("template", "type", "cpus", "mem_mb", "disk_mb", "shape_mem_mb", "shape_disk_mb", "processes"),
+    *("template", "type", "cpus", "cpu_weight", "mem_mb", "disk_mb"),
+    *("shape_mem_mb", "shape_disk_mb", "processes"),
     *("user", "workdir", "env", "tainted"),
 )
 
@@ -225,6 +226,12 @@ class Snapshots:
             )
 
 
+def inherited(doc: SnapshotDoc) -> dict[str, Any]:
+    """What a sandbox started from it takes over; a snapshot of an earlier release lacks the weight."""
+    values = {"cpu_weight": CPU_WEIGHT, **doc.inherits}
+    return {name: values[name] for name in INHERITED}
+
+
 def limits_of_sandbox(doc: SandboxDoc) -> Limits:
     """The limits of a sandbox."""
     return limits_of({name: getattr(doc, name) for name in INHERITED})
@@ -239,4 +246,5 @@ def limits_of(values: dict[str, Any]) -> Limits:
         shape_mem_mb=values["shape_mem_mb"],
         shape_disk_mb=values["shape_disk_mb"],
         processes=values["processes"],
+        cpu_weight=values["cpu_weight"],
     )

@@ -287,6 +287,7 @@ class Yard:
                 template=template,
                 type=request.type,
                 cpus=request.cpus,
+                cpu_weight=request.cpu_weight,
                 mem_mb=request.mem_mb,
                 disk_mb=request.disk_mb,
                 env=request.env,
