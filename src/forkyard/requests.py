@@ -30,16 +30,20 @@ ImageFormat = Literal["registry", "oci", "docker-archive", "tar"]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as the kernel says (the socket's peer), never as the request says.
+    """Who asks, as the kernel says (the socket's peer) or the token, never as the request says.
 
     ``start_time`` is the peer's start in clock ticks since boot, which together with
     ``pid`` names one process for ever; both are None for a peer that this host cannot see.
+    Who comes from another machine has a ``token`` (its id), its ``rights``, and a negative number that is
+    no other's as ``uid``: what is kept by request id is kept apart.
     """
 
     uid: int
     pid: int | None = None
     start_time: int | None = None
     name: str = ""
+    token: str | None = None
+    rights: frozenset[str] = frozenset()
 
 
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -61,11 +65,12 @@ class Change(Request, kw_only=True):
 
 class Lease(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Who an ephemeral sandbox lives for: a local process (its pid and start time in
-    clock ticks since boot), or a named run."""
+    clock ticks since boot), whoever holds the ``stream`` of that name open, or a named run."""
 
     pid: Pid | None = None
     start_time: Offset | None = None
     run: str | None = None
+    stream: str | None = None
 
 
 class CreateSandbox(Change, kw_only=True):

@@ -17,15 +17,21 @@ import httpx
 from forkyard import errors, verbs
 from forkyard.client import _protocol as protocol
 from forkyard.client import launch
-from forkyard.client._protocol import RestartingError, here_slices, no_loop, call_here
+from forkyard.client._protocol import BusyError, RestartingError, here_slices, no_loop, call_here
+from forkyard.client.remote import CONNECT_S, SOCKET_OPTIONS, Remote, hang_up
 
 TRIES = 3
 PATIENCE_S = 30.0
-LOST = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
+_UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
+LOST = (*_UNREACHED, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=600)
-_URLS: dict[str, httpx.URL] = {
-    name: httpx.URL(f"http://forkyard/v1/{name}") for name in (*verbs.VERBS, *verbs.STREAMS, *verbs.FILES)
-}
+
+
+def _urls(base: str) -> dict[str, httpx.URL]:
+    return {name: httpx.URL(f"{base}/v1/{name}") for name in (*verbs.VERBS, *verbs.STREAMS, *verbs.FILES)}
+
+
+_LOCAL = _urls("http://forkyard")
 
 
 class Transport:
@@ -35,15 +41,27 @@ class Transport:
         home: The daemon's home, for starting it there.
         socket: Where it listens.
         start: Start it when it does not answer.
+        remote: It is another machine's instead: home, socket and start mean nothing.
     """
 
-    def __init__(self, home: Path, socket: Path, *, start: bool = True) -> None:
+    def __init__(
+        self, home: Path, socket: Path, *, start: bool = True, remote: Remote | None = None
+    ) -> None:
         self.home = home
         self.socket = socket
         self.start = start
+        self.remote = remote
+        self._urls = _LOCAL if remote is None else _urls(remote.url)
         self._pool: tuple[tuple[int, int], httpx.HTTPTransport] | None = None
 
     def _new(self) -> httpx.HTTPTransport:
+        if self.remote is not None:
+            return httpx.HTTPTransport(
+                verify=self.remote.context(),
+                limits=_LIMITS,
+                trust_env=False,
+                socket_options=SOCKET_OPTIONS,
+            )
         # verify=False: there is no TLS on this socket, and reading the certificates takes 20 ms.
         return httpx.HTTPTransport(uds=str(self.socket), limits=_LIMITS, verify=False, trust_env=False)
 
@@ -64,6 +82,9 @@ class Transport:
 
     def reach(self, wait_s: float = 0) -> None:
         """Return when a daemon listens; see :func:`forkyard.client.launch.ensure`."""
+        if self.remote is not None:
+            call_here(self.remote.reach, wait_s)
+            return
         call_here(lambda: launch.ensure(self.home, self.socket, start=self.start, wait_s=wait_s))
 
     def call(self, verb: str, request: Any) -> Any:
@@ -86,17 +107,27 @@ class Transport:
         return self._again(once, repeatable=repeatable)
 
     def _exchange(self, verb: str, head: list[tuple[bytes, bytes]], body: Any) -> Any:
-        http = self._connections()
-        response = http.handle_request(
-            httpx.Request("POST", _URLS[verb], headers=head, stream=body)
-        )
+        self._prepare()
+        response = self._connections().handle_request(self._request(verb, head, body))
         try:
             data = response.read()
         finally:
             response.close()
         _INHERITABLE.add(response.extensions["network_stream"].get_extra_info("socket"))
-        protocol.check(verb, response.status_code, response.headers)
+        protocol.check(verb, response.status_code, response.headers, data)
         return protocol.result(verb, response.status_code, data)
+
+    def _prepare(self) -> None:
+        """What the connections are made with, off the loop: it may have to be fetched."""
+        if self.remote is not None and not self.remote.ready:
+            call_here(self.remote.context)
+
+    def _request(self, verb: str, head: list[tuple[bytes, bytes]], body: Any) -> httpx.Request:
+        if self.remote is None:
+            return httpx.Request("POST", self._urls[verb], headers=head, stream=body)
+        head = [*self.remote.headers(), *(item for item in head if item[0] != b"host")]
+        timeout = {"timeout": {"connect": CONNECT_S}}
+        return httpx.Request("POST", self._urls[verb], headers=head, stream=body, extensions=timeout)
 
     def _again(self, once: Callable[[], Any], *, repeatable: bool) -> Any:
         deadline = 0.0
@@ -104,18 +135,29 @@ class Transport:
         while True:
             try:
                 return once()
+            except BusyError as error:
+                deadline = deadline or time.monotonic() + PATIENCE_S
+                if not repeatable or time.monotonic() + error.after_s > deadline:
+                    raise error.failure from None
+                call_here(time.sleep, error.after_s)
+                continue
             except RestartingError:
                 cause: Exception = errors.UnavailableError("the daemon is stopping", retryable=True)
                 tries = 0
             except LOST as error:
+                if self.remote is not None and isinstance(error, _UNREACHED):
+                    failure = self.remote.failure(error)
+                    if not failure.retryable:
+                        raise failure from None
                 cause = error
                 tries += 1
             now = time.monotonic()
             deadline = deadline or now + PATIENCE_S
-            sent = not isinstance(cause, httpx.ConnectError)
+            sent = not isinstance(cause, _UNREACHED)
             if tries >= TRIES or now >= deadline or (sent and not repeatable):
+                where = self.socket if self.remote is None else self.remote.url
                 raise errors.UnavailableError(
-                    f"the daemon at {self.socket} broke off: {cause or type(cause).__name__}",
+                    f"the daemon at {where} broke off: {cause or type(cause).__name__}",
                     hint=protocol.CONNECT_HINT,
                     retryable=True,
                 )
@@ -130,19 +172,16 @@ class Transport:
 
     def _open(self, verb: str, request: Any, partial: bool) -> Stream:
         body = protocol.encode(request)
+        self._prepare()
         http = self._new()
         try:
-            response = http.handle_request(
-                httpx.Request(
-                    "POST",
-                    _URLS[verb],
-                    headers=protocol.headers(verb, body=body),
-                    stream=httpx.ByteStream(body),
-                )
-            )
-            protocol.check(verb, response.status_code, response.headers)
+            asked = self._request(verb, protocol.headers(verb, body=body), httpx.ByteStream(body))
+            response = http.handle_request(asked)
             if response.status_code != 200:
-                raise protocol.failure(response.read())
+                data = response.read()
+                protocol.check(verb, response.status_code, response.headers, data)
+                raise protocol.failure(data)
+            protocol.check(verb, response.status_code, response.headers)
         except BaseException:
             http.close()
             raise
@@ -174,7 +213,7 @@ class Stream:
         self._reader = verbs.FrameReader(partial=partial)
         sock = response.extensions["network_stream"].get_extra_info("socket")
         _INHERITABLE.add(sock)
-        self._dropped = weakref.finalize(self, _hang_up, sock)
+        self._dropped = weakref.finalize(self, hang_up, sock)
         self._dropped.atexit = False
 
     def read(self) -> list[bytes | memoryview]:
@@ -202,11 +241,6 @@ class Stream:
         with contextlib.suppress(httpx.HTTPError, RuntimeError):
             self._response.close()
         self._http.close()
-
-
-def _hang_up(sock: Any) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(2)
 
 
 _INHERITABLE: weakref.WeakSet[Any] = weakref.WeakSet()

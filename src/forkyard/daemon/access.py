@@ -1,0 +1,142 @@
+"""The verbs about tokens and the listener, which are for the machine's own socket only.
+
+Whether it listens, and where, is remembered in ``<home>/listen.json``, so that the next daemon does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from forkyard import access, errors
+from forkyard import requests as rq
+from forkyard.daemon import tls
+from forkyard.daemon.exchange import log
+from forkyard.daemon.gate import App
+from forkyard.daemon.listener import Listener, bind, split
+from forkyard.daemon.tokens import Tokens
+from forkyard.host.files import write_atomic
+from forkyard.requests import Caller
+
+FORMAT = 1
+Record = Callable[..., Awaitable[Any]]
+
+
+class Access:
+    """Args:
+    home: Where it is all kept.
+    tasks: Owns what the listener does.
+    record: Audits a change: ``record(kind, caller, **data)``.
+    """
+
+    def __init__(self, home: Path, tasks: asyncio.TaskGroup, record: Record) -> None:
+        self._home = home
+        self._tasks = tasks
+        self._record = record
+        self._tokens = Tokens(home / "tokens.json")
+        self._app: App
+        self._listener: Listener | None = None
+        self._state = access.Listening()
+        self._changing = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def serving(self, app: App) -> AsyncIterator[None]:
+        """``app`` is served inside the block, if it was to listen. What is wrong with that is told by
+        :meth:`listen`, and stops no daemon."""
+        self._app = app
+        self._load()
+        try:
+            yield
+        finally:
+            if self._listener is not None:
+                await self._listener.close()
+
+    def _load(self) -> None:
+        wanted = access.Listen()
+        try:
+            self._tokens.load()
+            if (self._home / "listen.json").exists():
+                data = json.loads((self._home / "listen.json").read_text())
+                if data.pop("format") != FORMAT:
+                    raise ValueError("its format is another version's")
+                wanted = access.Listen(**data)
+                self._open(wanted)
+        except (errors.ForkyardError, OSError, ValueError, KeyError, TypeError) as error:
+            log.error("not listening: %s", error)
+            self._state = access.Listening(address=wanted.address, problem=str(error))
+
+    async def listen(self, request: access.Listen, caller: Caller) -> access.Listening:
+        if request.address is None and not request.off:
+            if request.cert or request.key:
+                raise errors.InvalidRequestError("a certificate without an address", hint="say ADDR:PORT too")
+            return self._state
+        if request.off and request.address is not None:
+            raise errors.InvalidRequestError("off, and an address")
+        if (request.cert is None) != (request.key is None):
+            raise errors.InvalidRequestError("a certificate needs its key, and a key its certificate")
+        async with self._changing:
+            before, self._listener = self._listener, None
+            if before is not None:
+                await before.close(grace_s=0)
+            self._state = access.Listening()
+            if request.off:
+                (self._home / "listen.json").unlink(missing_ok=True)
+            else:
+                # The certificate is read, or made, off the loop; the rest is quick.
+                await asyncio.to_thread(self._pair, request)
+                self._open(request)
+                kept = {"address": self._state.address, "cert": request.cert, "key": request.key}
+                write_atomic(self._home / "listen.json", json.dumps({"format": FORMAT, **kept}))
+            await self._record(
+                "access.listen", caller, address=self._state.address, fingerprint=self._state.fingerprint
+            )
+        return self._state
+
+    def _pair(self, request: access.Listen) -> tuple[Path, Path]:
+        if request.cert and request.key:
+            return Path(request.cert), Path(request.key)
+        host, _ = split(request.address or "", access.DEFAULT_PORT)
+        return tls.own(self._home / "tls", host)
+
+    def _open(self, wanted: access.Listen) -> None:
+        host, port = split(wanted.address or "", access.DEFAULT_PORT)
+        cert, key = self._pair(wanted)
+        context, mark = tls.context(cert, key), tls.fingerprint(cert)
+        sockets = bind(host, port)
+        listener = Listener(self._app, self._tokens, self._tasks)
+        listener.listen(sockets, context)
+        self._listener = listener
+        port = sockets[0].getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        named = socket.getfqdn() if host in ("0.0.0.0", "::") else shown
+        self._state = access.Listening(
+            address=f"{shown}:{port}",
+            url=f"https://{named}:{port}#sha256:{mark}",
+            fingerprint=f"sha256:{mark}",
+            cert=str(cert),
+        )
+        log.info("listening at %s, certificate sha256:%s", self._state.address, mark)
+
+    async def new_token(self, request: access.NewToken, caller: Caller) -> access.MadeToken:
+        made = self._tokens.new(request)
+        await self._record("access.token", caller, **_about(made.info))
+        return made
+
+    async def list_tokens(self, _: rq.Empty, __: Caller) -> list[access.TokenInfo]:
+        return self._tokens.good()
+
+    async def revoke_token(self, request: access.RevokeToken, caller: Caller) -> access.TokenInfo:
+        info = self._tokens.revoke(request.token)
+        if self._listener is not None:
+            self._listener.hang_up(info.id)
+        await self._record("access.revoked", caller, token=info.id, name=info.name)
+        return info
+
+
+def _about(info: access.TokenInfo) -> dict[str, Any]:
+    return {"token": info.id, **{key: value for key, value in info.to_dict().items() if key != "id"}}
