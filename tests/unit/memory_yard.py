@@ -500,6 +500,7 @@ class MemoryDaemon:
         self.boxes = self.base / "boxes"
         self.boxes.mkdir()
         self.stopped = asyncio.Event()
+        self.access: Access
 
     @contextlib.asynccontextmanager
     async def up(self, before: MemoryYard | None = None) -> AsyncIterator[MemoryYard]:
@@ -507,9 +508,9 @@ class MemoryDaemon:
         async with asyncio.TaskGroup() as group, asyncio.TaskGroup() as tasks:
             yard = before or MemoryYard(self.boxes, group)
             yard.keeping = False
-            access = Access(self.base, tasks, yard.record)
-            app = App(yard, tasks, self.stopped.set, access)
-            async with access.serving(app), serving(app, bind(self.socket), app.drain):
+            self.access = Access(self.base, tasks, yard.record)
+            app = App(yard, tasks, self.stopped.set, self.access)
+            async with self.access.serving(app), serving(app, bind(self.socket), app.drain):
                 yield yard
             if before is None:
                 yard.kill()

@@ -5,7 +5,6 @@ What blocks here is called off the loop by whoever has one.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -14,7 +13,6 @@ import ssl
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from forkyard import errors
@@ -183,13 +181,3 @@ def ca_of(given: str | os.PathLike[str] | None) -> str | None:
         return None
     text = os.fspath(given)
     return text if text.startswith("sha256:") else str(Path(text).expanduser().absolute())
-
-
-def hang_up(sock: Any) -> None:
-    """End a connection under whoever reads from it."""
-    with contextlib.suppress(OSError):
-        if isinstance(sock, socket.socket):
-            # Not the TLS socket's own: it would take the session away under a reader in another thread.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        else:
-            sock.shutdown(socket.SHUT_RDWR)

@@ -10,6 +10,8 @@ import time
 import weakref
 from collections.abc import Iterator, Callable, Iterable
 from pathlib import Path
+from socket import SHUT_RDWR
+from socket import socket as Socket
 from typing import Any
 
 import httpx
@@ -18,7 +20,7 @@ from forkyard import errors, verbs
 from forkyard.client import _protocol as protocol
 from forkyard.client import launch
 from forkyard.client._protocol import BusyError, RestartingError, here_slices, no_loop, call_here
-from forkyard.client.remote import CONNECT_S, SOCKET_OPTIONS, Remote, hang_up
+from forkyard.client.remote import CONNECT_S, SOCKET_OPTIONS, Remote
 
 TRIES = 3
 PATIENCE_S = 30.0
@@ -113,7 +115,7 @@ class Transport:
             data = response.read()
         finally:
             response.close()
-        _INHERITABLE.add(response.extensions["network_stream"].get_extra_info("socket"))
+        _remember(response)
         protocol.check(verb, response.status_code, response.headers, data)
         return protocol.result(verb, response.status_code, data)
 
@@ -211,9 +213,7 @@ class Stream:
         self._response = response
         self._pieces = response.iter_raw()
         self._reader = verbs.FrameReader(partial=partial)
-        sock = response.extensions["network_stream"].get_extra_info("socket")
-        _INHERITABLE.add(sock)
-        self._dropped = weakref.finalize(self, hang_up, sock)
+        self._dropped = weakref.finalize(self, _hang_up, *_remember(response))
         self._dropped.atexit = False
 
     def read(self) -> list[bytes | memoryview]:
@@ -243,16 +243,40 @@ class Stream:
         self._http.close()
 
 
-_INHERITABLE: weakref.WeakSet[Any] = weakref.WeakSet()
+_INHERITABLE: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def _remember(response: httpx.Response) -> tuple[int, int]:
+    """The connection's descriptor and inode, by which both are known again: the number alone may
+    meanwhile be another file's."""
+    stream = response.extensions["network_stream"]
+    fd = stream.get_extra_info("socket").fileno()
+    # Once closed it has no number; who asks then finds nothing to do.
+    mark = _INHERITABLE[stream] = (fd, os.fstat(fd).st_ino) if fd >= 0 else (fd, 0)
+    return mark
+
+
+def _still(fd: int, inode: int) -> bool:
+    try:
+        return fd >= 0 and os.fstat(fd).st_ino == inode
+    except OSError:
+        return False
+
+
+def _hang_up(fd: int, inode: int) -> None:
+    """End a connection under whoever reads from it; what TLS or a loop knows of it they find out."""
+    with contextlib.suppress(OSError):
+        if _still(fd, inode):
+            with Socket(fileno=os.dup(fd)) as same:
+                same.shutdown(SHUT_RDWR)
 
 
 def _let_go() -> None:
     """In a forked child: let go of the parent's connections, or the daemon would not hear of
     the parent's death for as long as the child lives."""
-    for sock in list(_INHERITABLE):
+    for fd, inode in list(_INHERITABLE.values()):
         with contextlib.suppress(OSError):
-            fd = sock.fileno()
-            if fd >= 0:
+            if _still(fd, inode):
                 null = os.open(os.devnull, os.O_RDWR)
                 os.dup2(null, fd)
                 os.close(null)

@@ -9,9 +9,12 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from forkyard import access, errors
 from forkyard import requests as rq
@@ -24,6 +27,8 @@ from forkyard.host.files import write_atomic
 from forkyard.requests import Caller
 
 FORMAT = 1
+CLOSE_S = 1.0
+"""So long running requests have to end when it listens no more, or elsewhere."""
 Record = Callable[..., Awaitable[Any]]
 
 
@@ -41,6 +46,7 @@ class Access:
         self._tokens = Tokens(home / "tokens.json")
         self._app: App
         self._listener: Listener | None = None
+        self._wanted: access.Listen | None = None
         self._state = access.Listening()
         self._changing = asyncio.Lock()
 
@@ -49,23 +55,23 @@ class Access:
         """``app`` is served inside the block, if it was to listen. What is wrong with that is told by
         :meth:`listen`, and stops no daemon."""
         self._app = app
-        self._load()
+        await self._resume()
         try:
             yield
         finally:
-            if self._listener is not None:
-                await self._listener.close()
+            await self._close()
 
-    def _load(self) -> None:
+    async def _resume(self) -> None:
         wanted = access.Listen()
         try:
             self._tokens.load()
-            if (self._home / "listen.json").exists():
-                data = json.loads((self._home / "listen.json").read_text())
+            path = self._home / "listen.json"
+            if path.exists():
+                data = json.loads(path.read_text())
                 if data.pop("format") != FORMAT:
-                    raise ValueError("its format is another version's")
+                    raise ValueError(f"{path} is of another version")
                 wanted = access.Listen(**data)
-                self._open(wanted)
+                await self._open(wanted)
         except (errors.ForkyardError, OSError, ValueError, KeyError, TypeError) as error:
             log.error("not listening: %s", error)
             self._state = access.Listening(address=wanted.address, problem=str(error))
@@ -76,44 +82,52 @@ class Access:
                 raise errors.InvalidRequestError("a certificate without an address", hint="say ADDR:PORT too")
             return self._state
         if request.off and request.address is not None:
-            raise errors.InvalidRequestError("off, and an address")
+            raise errors.InvalidRequestError(f"{request.address!r}, and off", hint="say one of them")
         if (request.cert is None) != (request.key is None):
             raise errors.InvalidRequestError("a certificate needs its key, and a key its certificate")
         async with self._changing:
-            before, self._listener = self._listener, None
-            if before is not None:
-                await before.close(grace_s=0)
-            self._state = access.Listening()
             if request.off:
                 (self._home / "listen.json").unlink(missing_ok=True)
+                await self._close()
             else:
-                # The certificate is read, or made, off the loop; the rest is quick.
-                await asyncio.to_thread(self._pair, request)
-                self._open(request)
+                await self._move(request)
                 kept = {"address": self._state.address, "cert": request.cert, "key": request.key}
                 write_atomic(self._home / "listen.json", json.dumps({"format": FORMAT, **kept}))
-            await self._record(
-                "access.listen", caller, address=self._state.address, fingerprint=self._state.fingerprint
-            )
+            about = {"address": self._state.address, "fingerprint": self._state.fingerprint}
+            await self._record("access.listen", caller, **about)
         return self._state
 
-    def _pair(self, request: access.Listen) -> tuple[Path, Path]:
-        if request.cert and request.key:
-            return Path(request.cert), Path(request.key)
-        host, _ = split(request.address or "", access.DEFAULT_PORT)
-        return tls.own(self._home / "tls", host)
+    async def _move(self, wanted: access.Listen) -> None:
+        """Listen as ``wanted``, or go on as before."""
+        # What is wrong with the certificate shows while the old one still listens.
+        await asyncio.to_thread(_identity, self._home, wanted)
+        before = self._wanted
+        await self._close()
+        try:
+            await self._open(wanted)
+        except errors.ForkyardError:
+            if before is not None:
+                await self._open(before)
+            raise
 
-    def _open(self, wanted: access.Listen) -> None:
+    async def _close(self) -> None:
+        listener, self._listener = self._listener, None
+        self._wanted, self._state = None, access.Listening()
+        if listener is not None:
+            await listener.close(grace_s=CLOSE_S)
+
+    async def _open(self, wanted: access.Listen) -> None:
         host, port = split(wanted.address or "", access.DEFAULT_PORT)
-        cert, key = self._pair(wanted)
-        context, mark = tls.context(cert, key), tls.fingerprint(cert)
-        sockets = bind(host, port)
+        cert, context, mark = await asyncio.to_thread(_identity, self._home, wanted)
+        sockets = await asyncio.to_thread(bind, host, port)
         listener = Listener(self._app, self._tokens, self._tasks)
         listener.listen(sockets, context)
-        self._listener = listener
         port = sockets[0].getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        named = socket.getfqdn() if host in ("0.0.0.0", "::") else shown
+        named = socket.gethostname() if host in ("0.0.0.0", "::") else shown
+        self._listener = listener
+        # The port too: where it was left to the kernel, the next daemon is to have the same.
+        self._wanted = msgspec.structs.replace(wanted, address=f"{shown}:{port}")
         self._state = access.Listening(
             address=f"{shown}:{port}",
             url=f"https://{named}:{port}#sha256:{mark}",
@@ -131,11 +145,23 @@ class Access:
         return self._tokens.good()
 
     async def revoke_token(self, request: access.RevokeToken, caller: Caller) -> access.TokenInfo:
-        info = self._tokens.revoke(request.token)
-        if self._listener is not None:
-            self._listener.hang_up(info.id)
+        info = self._tokens.find(request.token)
+        try:
+            self._tokens.revoke(info.id)
+        finally:
+            if self._listener is not None:
+                self._listener.hang_up(info.id)
         await self._record("access.revoked", caller, token=info.id, name=info.name)
         return info
+
+
+def _identity(home: Path, wanted: access.Listen) -> tuple[Path, ssl.SSLContext, str]:
+    """The certificate to serve with, and its fingerprint. It blocks."""
+    if wanted.cert and wanted.key:
+        cert, key = Path(wanted.cert), Path(wanted.key)
+    else:
+        cert, key = tls.own(home / "tls", split(wanted.address or "", access.DEFAULT_PORT)[0])
+    return cert, tls.context(cert, key), tls.fingerprint(cert)
 
 
 def _about(info: access.TokenInfo) -> dict[str, Any]:

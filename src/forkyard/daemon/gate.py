@@ -50,6 +50,7 @@ class Gate:
         self.wrong = Rate(5, 20)
         """Failed log-ins, by place."""
         self.all_wrong = Rate(100, 200)
+        self._said = Rate(1, 20)  # so that strangers do not fill the log
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,7 +88,8 @@ class Gate:
         if wait := self.wrong.take(place) or self.all_wrong.take(""):
             error = errors.CapacityError(f"too many failed log-ins from {place}", retryable=True)
             raise RefusalError(429, error, after_s=wait)
-        log.info("refused %s: %s", place, "an unknown token" if authorization else "no token")
+        if not self._said.take(""):
+            log.info("refused %s: %s", place, "an unknown token" if authorization else "no token")
         said = NOT_KNOWN if authorization else "this daemon wants a token"
         hint = "make one on its machine: forkyard token new; and give it as FORKYARD_TOKEN"
         raise RefusalError(401, errors.AccessDeniedError(said, hint=hint))
@@ -165,8 +167,8 @@ def may_ask(caller: Any, request: Any) -> None:
         raise errors.InvalidRequestError(
             "a process on another machine cannot hold a lease", hint="hold a stream open: hold_lease"
         )
-    specs = getattr(request, "specs", [])
-    if any(spec.dockerfile is not None for spec in specs) and "build_template" not in caller.rights:
+    specs = [*getattr(request, "specs", []), getattr(request, "spec", None)]
+    if any(spec and spec.dockerfile is not None for spec in specs) and "build_template" not in caller.rights:
         raise errors.AccessDeniedError(
             f"the token {caller.name!r} has no right to build_template: a Dockerfile runs on the host",
             hint="on the daemon's machine: forkyard token new --allow build_template",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
 import socket
 import ssl
 from typing import Any
@@ -27,10 +29,13 @@ HANDSHAKE_S = 10.0
 MAX_HEAD = 64 << 10
 SWEEP_S = 1.0
 BACKLOG = 1024
-FULL_S = 0.1
+FULL_S = 0.5
 # A peer that vanished without a word is noticed after about half a minute.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 UNHEARD_MS = 30_000
+# What strangers send is no warning: anybody could fill the log with it.
+_strangers = logging.getLogger("forkyard.daemon.strangers")
+_strangers.setLevel(logging.ERROR)
 
 
 class RemoteProtocol(HttpToolsProtocol):
@@ -38,6 +43,7 @@ class RemoteProtocol(HttpToolsProtocol):
 
     def __init__(self, listener: Listener, place: str, **given: Any) -> None:
         super().__init__(**given)
+        self.logger = _strangers
         self.place = place
         self.tokens: set[str] = set()
         self._listener = listener
@@ -104,7 +110,9 @@ class Listener(Server):
     def __init__(self, app: App, tokens: Tokens, tasks: asyncio.TaskGroup) -> None:
         self.gate = Gate(app, tokens)
         super().__init__(self.gate)
-        self.door = Door()
+        # Descriptors are left for sandboxes and for the machine's own clients.
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.door = Door(connections=min(8192, files // 2))
         self.connections: set[RemoteProtocol] = set()
         self._tokens = tokens
         self._tasks = tasks

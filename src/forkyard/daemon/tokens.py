@@ -47,9 +47,10 @@ class Tokens:
         self._path = path
         self._by_id: dict[str, Token] = {}
         self._last = 0
+        self._damage: errors.UnavailableError | None = None
 
     def load(self) -> None:
-        """Raises UnavailableError for a file that cannot be read: nobody is let in by mistake."""
+        """Raises UnavailableError for a file that cannot be read; then nobody is let in, and it is let be."""
         try:
             data = json.loads(self._path.read_text())
             if data["format"] != FORMAT:
@@ -61,9 +62,11 @@ class Tokens:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._by_id.clear()
-            raise errors.UnavailableError(
-                f"{self._path} cannot be read: {error}", hint="move it away and make new tokens"
-            ) from None
+            self._damage = errors.UnavailableError(
+                f"{self._path} cannot be read: {error}",
+                hint="move it away, forkyard daemon restart, and make new tokens",
+            )
+            raise self._damage from None
 
     def _add(self, number: int, info: access.TokenInfo, sha256: str) -> Token:
         caller = Caller(
@@ -93,6 +96,7 @@ class Tokens:
             raise errors.InvalidRequestError(f"there is no verb {unknown[0]!r}")
         if local := sorted(set(request.allow) & access.LOCAL):
             raise errors.InvalidRequestError(f"no token can have {local[0]!r}: it is for this machine only")
+        self._whole()
         self.drop_expired()
         if any(one.info.name == request.name for one in self._by_id.values()):
             raise errors.ConflictError(
@@ -121,20 +125,26 @@ class Tokens:
 
     def good(self) -> list[access.TokenInfo]:
         """Those that are good."""
+        self._whole()
         self.drop_expired()
         return [one.info for one in self._by_id.values()]
 
-    def revoke(self, ref: str) -> access.TokenInfo:
-        """From the moment that this returns it lets nobody in. Raises NotFoundError."""
+    def find(self, ref: str) -> access.TokenInfo:
+        """By name or id. Raises NotFoundError."""
+        self._whole()
         for one in self._by_id.values():
             if ref in (one.info.id, one.info.name):
-                break
-        else:
-            raise errors.NotFoundError(f"no token {ref[:100]!r}", hint="forkyard token ls")
-        del self._by_id[one.info.id]
-        # Even if the file could not be written it is refused from now on; who asked is told of the failure.
+                return one.info
+        raise errors.NotFoundError(f"no token {ref[:100]!r}", hint="forkyard token ls")
+
+    def revoke(self, ident: str) -> None:
+        """From now on it lets nobody in: even when the file could not be written, which is then raised."""
+        del self._by_id[ident]
         self._save()
-        return one.info
+
+    def _whole(self) -> None:
+        if self._damage is not None:
+            raise self._damage
 
     def drop_expired(self) -> list[str]:
         """Forget those whose time is over; gives their ids."""
