@@ -20,6 +20,7 @@ from forkyard.types import ExecResult, ExploreResult, State, TemplateInfo, Varia
 Number = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 Wait = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+SignalNumber = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Pid = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -283,7 +284,7 @@ class Resize(ProcessRequest, kw_only=True):
 
 
 class Signal(ProcessRequest, kw_only=True):
-    signal: Whole
+    signal: SignalNumber
 
 
 class WaitProcess(ProcessRequest, kw_only=True):

@@ -21,6 +21,7 @@ from forkyard.client.sync_transport import Stream, Transport
 
 GRACE_S = 60.0
 RETRY_S = 1.0
+REFUSED_S = 30.0
 
 log = logging.getLogger("forkyard.client")
 
@@ -64,22 +65,32 @@ class Hold:
 
     def _run(self, over: threading.Event) -> None:
         transport = Transport(Path(), Path(), remote=self._remote)
-        request = HoldLease(lease=self.lease.stream or "", grace_s=GRACE_S)
         while not over.is_set():
+            pause_s = RETRY_S
             try:
-                stream = transport.open("hold_lease", request)
-                with self._lock:
-                    if over.is_set():
-                        stream.close()
-                        return
-                    self._stream = stream
-                while stream.read():
-                    pass
+                self._hold(transport, over)
             except errors.AccessDeniedError as error:
                 log.warning("the lease of this process is not held: %s", error)
-            except errors.ForkyardError as error:
+                pause_s = REFUSED_S
+            except Exception as error:
+                # Whatever it was: a thread that ended would end the sandboxes.
                 log.info("the lease of this process is held again soon: %s", error)
-            over.wait(RETRY_S)
+            over.wait(pause_s)
+
+    def _hold(self, transport: Transport, over: threading.Event) -> None:
+        stream = transport.open("hold_lease", HoldLease(lease=self.lease.stream or "", grace_s=GRACE_S))
+        try:
+            with self._lock:
+                if over.is_set():
+                    return
+                self._stream = stream
+            while stream.read():
+                pass
+        finally:
+            with self._lock:
+                if self._stream is stream:
+                    self._stream = None
+            stream.close()
 
 
 _holds: dict[tuple[int, str, str | None], Hold] = {}

@@ -61,6 +61,11 @@ class Access:
         finally:
             await self._close()
 
+    def drain(self) -> None:
+        """No new connections: who comes now is to find the next daemon."""
+        if self._listener is not None:
+            self._listener.refuse()
+
     async def _resume(self) -> None:
         wanted = access.Listen()
         try:

@@ -303,6 +303,7 @@ class App:
 
     def drain(self) -> None:
         """Nothing new begins; clients of what would go on for long are sent to the next daemon."""
+        self._access.drain()
         self._once.drain()
         for task in list(self._streams):
             task.cancel()
@@ -312,4 +313,7 @@ def _digest(request: Any) -> bytes:
     """Of what is asked, whoever asks: a retry by another process carries another lease."""
     if getattr(request, "lease", None) is not None and not isinstance(request, rq.Adopt | rq.ReleaseLease):
         request = msgspec.structs.replace(request, lease=None)
-    return hashlib.blake2b(encode(request), digest_size=16).digest()
+    try:
+        return hashlib.blake2b(encode(request), digest_size=16).digest()
+    except OverflowError as error:
+        raise errors.InvalidRequestError(f"a number in it is too large: {error}") from None

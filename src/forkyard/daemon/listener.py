@@ -125,11 +125,15 @@ class Listener(Server):
         for sock in sockets:
             self._watch(sock, tls)
 
-    async def close(self, grace_s: float = 10) -> None:
+    def refuse(self) -> None:
+        """No new connections."""
         while self._sockets:
             sock = self._sockets.pop()
             asyncio.get_running_loop().remove_reader(sock)
             sock.close()
+
+    async def close(self, grace_s: float = 10) -> None:
+        self.refuse()
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait([self._sweeping])

@@ -52,6 +52,7 @@ class Leases:
         self._pidfds: dict[Holder, int] = {}
         self._streams: dict[str, int] = {}
         self._unheld: dict[str, float] = {}  # until when (monotonic) their clients may come back
+        self._leaving = False
         self._busy: set[str] = set()
 
     def watch(self, sandbox: Sandbox) -> None:
@@ -99,8 +100,13 @@ class Leases:
             self._streams[stream] -= 1
             if not self._streams[stream]:
                 del self._streams[stream]
-                if stream in self._holders:
+                if stream in self._holders and not self._leaving:
                     self._unheld[stream] = time.monotonic() + grace_s
+
+    def leave_to_next(self) -> None:
+        """Streams end from now on because this daemon does: their clients come back to the next one."""
+        self._leaving = True
+        self._unheld.clear()
 
     def _close(self, holder: Holder) -> None:
         if isinstance(holder, str):

@@ -436,6 +436,7 @@ class Yard:
         """Before connections are dropped: commands run on (``keep``), or all sandboxes stop or go."""
         self.execs.detach_all()
         self.code.detach_all()
+        self.leases.leave_to_next()
         for sandbox in self.context.sandboxes:
             try:
                 if sandboxes == "delete":
