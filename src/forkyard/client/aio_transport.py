@@ -27,6 +27,8 @@ from forkyard.client._protocol import BusyError, RestartingError, aslices, loop_
 from forkyard.client.remote import CONNECT_S, SOCKET_OPTIONS, Remote
 
 TRIES = 3
+REMOTE_TRIES = 12
+"""Of connections that were not taken: the daemon has only so many at a time that have shown no token yet."""
 PATIENCE_S = 30.0
 _UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 LOST = (*_UNREACHED, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
@@ -160,15 +162,16 @@ class AsyncTransport:
             now = time.monotonic()
             deadline = deadline or now + PATIENCE_S
             sent = not isinstance(cause, _UNREACHED)
-            if tries >= TRIES or now >= deadline or (sent and not repeatable):
+            most = TRIES if sent or self.remote is None else REMOTE_TRIES
+            if tries >= most or now >= deadline or (sent and not repeatable):
                 where = self.socket if self.remote is None else self.remote.url
                 raise errors.UnavailableError(
                     f"the daemon at {where} broke off: {cause or type(cause).__name__}",
                     hint=protocol.CONNECT_HINT,
                     retryable=True,
                 )
-            if tries == 0:
-                await to_thread(time.sleep, 0.05)
+            if tries == 0 or (self.remote is not None and not sent):
+                await to_thread(time.sleep, 0.05 * max(1, tries))
             # Lost in the middle: somebody restarts it, so there will be another.
             await self.reach(PATIENCE_S if sent else 0)
 

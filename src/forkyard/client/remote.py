@@ -103,17 +103,7 @@ class Remote:
     def _pinned(self, pin: str) -> ssl.SSLContext:
         """It trusts one certificate and nothing else, whoever made that and whatever names are in it. The
         certificate itself is fetched from the daemon and believed for its fingerprint."""
-        asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        asking.check_hostname = False
-        asking.verify_mode = ssl.CERT_NONE
-        try:
-            with (
-                socket.create_connection((self.host, self.port), timeout=CONNECT_S) as sock,
-                asking.wrap_socket(sock, server_hostname=self.host) as tls,
-            ):
-                cert = tls.getpeercert(binary_form=True) or b""
-        except OSError as error:
-            raise self.failure(error) from None
+        cert = self._fetched()
         found = "sha256:" + hashlib.sha256(cert).hexdigest()
         if found != pin:
             raise errors.AccessDeniedError(
@@ -126,6 +116,27 @@ class Remote:
         made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         made.load_verify_locations(cadata=cert)
         return made
+
+    def _fetched(self) -> bytes:
+        """The certificate that it shows."""
+        asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        asking.check_hostname = False
+        asking.verify_mode = ssl.CERT_NONE
+        patience = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                with (
+                    socket.create_connection((self.host, self.port), timeout=CONNECT_S) as sock,
+                    asking.wrap_socket(sock, server_hostname=self.host) as tls,
+                ):
+                    return tls.getpeercert(binary_form=True) or b""
+            except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError) as error:
+                # It has only so many connections at a time that have shown no token yet.
+                if time.monotonic() >= patience:
+                    raise self.failure(error) from None
+            except OSError as error:
+                raise self.failure(error) from None
+            time.sleep(RETRY_S)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Raises AccessDeniedError where there is no token."""

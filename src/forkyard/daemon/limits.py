@@ -43,40 +43,47 @@ class Door:
 
     Args:
         strangers: At most so many from one place.
-        all_strangers: At most so many in all.
-        connections: At most so many with those that are known.
+        all_strangers: At most so many in all, from places that nobody known has come from.
+        friends: At most so many strangers from a place with a connection that is known.
+        connections: At most so many in all.
     """
 
-    def __init__(self, strangers: int = 32, all_strangers: int = 256, connections: int = 8192) -> None:
+    def __init__(
+        self, strangers: int = 128, all_strangers: int = 512, friends: int = 1024, connections: int = 8192
+    ) -> None:
         self.strangers = strangers
         self.all_strangers = all_strangers
+        self.friends = friends
         self.connections = connections
         self._waiting: Counter[str] = Counter()
-        self._known = 0
+        self._known: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> int:
+        """Connections that have shown no token."""
+        return self._waiting.total()
 
     def enter(self, place: str) -> bool:
-        waiting = self._waiting.total()
-        if (
-            self._waiting[place] >= self.strangers
-            or waiting >= self.all_strangers
-            or waiting + self._known >= self.connections
-        ):
+        """Whether one more may come in from there."""
+        if place in self._known:
+            full = self._waiting[place] >= self.friends
+        else:
+            full = self._waiting[place] >= self.strangers or self.waiting >= self.all_strangers
+        if full or self.waiting + self._known.total() >= self.connections:
             return False
         self._waiting[place] += 1
         return True
 
     def known(self, place: str) -> None:
         """A stranger from there has shown a token."""
+        self._known[place] += 1
         self.leave(place, known=False)
-        self._known += 1
 
     def leave(self, place: str, *, known: bool) -> None:
-        if known:
-            self._known -= 1
-            return
-        self._waiting[place] -= 1
-        if not self._waiting[place]:
-            del self._waiting[place]
+        counted = self._known if known else self._waiting
+        counted[place] -= 1
+        if not counted[place]:
+            del counted[place]
 
 
 def place_of(address: str) -> str:
