@@ -466,7 +466,7 @@ class Audit(Request, kw_only=True):
 
     seq: Offset | None = None
     sandbox: str | None = None
-    since: Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)] | None = None
+    since: Annotated[float, msgspec.Meta(ge=-6e10, le=2.5e11)] | None = None
     limit: Whole = 10_000
 
 

@@ -172,7 +172,7 @@ class Remote:
                     f"the certificate of {self.url} is not trusted: {cause.verify_message}",
                     hint="use the URL with #sha256:... that forkyard daemon listen prints there, or ca=",
                 )
-            if isinstance(cause, ssl.SSLError):
+            if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
                 return errors.UnavailableError(
                     f"{self.url} speaks no TLS that is understood here: {cause.reason or cause}",
                     hint="forkyard daemon listen on its machine says where it listens",
