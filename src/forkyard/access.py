@@ -34,11 +34,12 @@ RUN = READ | {
     *("stop_sandbox", "start_sandbox", "delete_sandbox", "delete_sandboxes", "hold_lease"),
     *("exec", "exec_many", "run_code", "git", "write", "resize", "signal", "wait_process", "spawn", "attach"),
     *("write_files", "make_dir", "move", "remove", "write_file", "upload", "apply"),
-    *("snapshot", "delete_snapshot", "fork", "checkpoint", "delete_checkpoint", "rewind"),
+    *("snapshot", "export_snapshot", "delete_snapshot", "fork", "checkpoint", "delete_checkpoint", "rewind"),
     *("explore", "explore_choose", "pull_template", "prepare", "deposit"),
 }
 """All that is done with sandboxes. Not here, and so for ``admin`` only: what runs on the host itself (a
-Dockerfile's instructions), takes things from everybody (a template), or stops the daemon."""
+Dockerfile's instructions) or is believed there (a snapshot that somebody else wrote), what takes things
+from everybody (a template), what stops the daemon. A verb that no role names is for ``admin`` too."""
 
 ALWAYS = frozenset({"version"})
 LEASING = frozenset({"create_sandbox", "start_sandbox", "fork", "adopt", "explore"})

@@ -33,6 +33,7 @@ from forkyard import (
     access,
     verbs,
 )
+from forkyard.cli.main import run
 from forkyard.client import holding
 from forkyard.daemon import gate, listener, tls
 from forkyard.daemon.limits import Door, Rate, place_of
@@ -176,7 +177,7 @@ def test_roles_name_verbs_and_the_rest_is_for_admins() -> None:
     }
     assert not access.READ & changing
     assert access.rights("admin", [], frozenset(every)) == every - access.LOCAL
-    assert {"build_template", "delete_template", "shutdown"} <= every - access.RUN
+    assert {"build_template", "import_snapshot", "delete_template", "shutdown"} <= every - access.RUN
     # Whoever makes sandboxes may keep them.
     assert access.rights(None, ["fork"], frozenset(every)) == {"fork", "version", "hold_lease"}
 
@@ -624,6 +625,19 @@ def test_a_token_travels_in_a_pickle_only_if_the_program_said_it(
 def test_a_port_of_another_machine_is_not_exposed_here(join: Callable[..., Client]) -> None:
     with pytest.raises(UnsupportedError, match="another one"):
         join().expose("a", 80)
+
+
+@pytest.mark.parametrize("word", ["start", "stop", "restart"])
+def test_the_command_line_starts_and_stops_nothing_from_afar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], client: Client, url: str, word: str
+) -> None:
+    monkeypatch.setenv("FORKYARD_URL", url)
+    monkeypatch.setenv("FORKYARD_TOKEN", client.new_token("t", role="admin").token)
+    assert run(["daemon", "status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pid"] == os.getpid()
+    assert run(["daemon", word]) == 1
+    assert "another machine's" in capsys.readouterr().err
+    assert client.version().api == verbs.API_VERSION
 
 
 # The machine's own socket.

@@ -105,7 +105,7 @@ def _stream(request: Any, reply: Any, _: verbs.Verb) -> dict[str, Any]:
     }
 
 
-def _file(request: Any, _: Any, verb: verbs.Verb) -> dict[str, Any]:
+def _file(request: Any, reply: Any, verb: verbs.Verb) -> dict[str, Any]:
     raw = {
         "schema": {"description": "Frames of raw bytes: 4 bytes of length, big end first, each; 0 ends them"}
     }
@@ -117,7 +117,7 @@ def _file(request: Any, _: Any, verb: verbs.Verb) -> dict[str, Any]:
     else:
         text = "One frame with the request in msgpack, then raw bytes to the end"
         body = {"application/octet-stream": {"schema": {"description": text}, "x-head-schema": request}}
-        answer = _answer({verbs.MSGPACK: {}, verbs.JSON: {"schema": {"type": "null"}}})
+        answer = _answer({verbs.MSGPACK: {}, verbs.JSON: {"schema": reply}})
     return {
         "requestBody": {"required": True, "content": body},
         "responses": {"200": answer, **_failures()},
