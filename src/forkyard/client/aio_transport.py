@@ -177,9 +177,10 @@ class AsyncTransport:
 
     async def open(self, verb: str, request: Any, *, partial: bool = False) -> AsyncStream:
         """Begin a stream. It has a connection of its own, which ends with it."""
-        return await self._again(lambda: self._open(verb, request, partial), repeatable=True)
+        return await self._again(lambda: self.open_once(verb, request, partial=partial), repeatable=True)
 
-    async def _open(self, verb: str, request: Any, partial: bool) -> AsyncStream:
+    async def open_once(self, verb: str, request: Any, *, partial: bool = False) -> AsyncStream:
+        """As :meth:`open`, without trying again: what is wrong with the connection is raised as it is."""
         body = protocol.encode(request)
         await self._prepare()
         http = self._new()

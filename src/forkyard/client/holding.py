@@ -22,6 +22,8 @@ from forkyard.client.sync_transport import Stream, Transport
 GRACE_S = 60.0
 RETRY_S = 1.0
 REFUSED_S = 30.0
+FORK_S = 2.0
+"""So long a fork waits for a stream that is being opened: where nobody answers that takes longer."""
 
 log = logging.getLogger("forkyard.client")
 
@@ -78,7 +80,9 @@ class Hold:
             over.wait(pause_s)
 
     def _hold(self, transport: Transport, over: threading.Event) -> None:
-        stream = transport.open("hold_lease", HoldLease(lease=self.lease.stream or "", grace_s=GRACE_S))
+        request = HoldLease(lease=self.lease.stream or "", grace_s=GRACE_S)
+        with _opening:
+            stream = transport.open_once("hold_lease", request)
         try:
             with self._lock:
                 if over.is_set():
@@ -92,6 +96,28 @@ class Hold:
                     self._stream = None
             stream.close()
 
+
+_opening = threading.Lock()
+"""Held while the stream is opened. A fork in the midst of it would give the child a share in a connection
+that nobody knows yet, and that would outlive this process."""
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    _forking.has_lock = _opening.acquire(timeout=FORK_S)
+
+
+def _after_fork() -> None:
+    if _forking.has_lock:
+        _opening.release()
+
+
+def _after_fork_in_child() -> None:
+    global _opening
+    _opening = threading.Lock()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 _holds: dict[tuple[int, str, str | None], Hold] = {}
 

@@ -173,9 +173,10 @@ class Transport:
 
     def open(self, verb: str, request: Any, *, partial: bool = False) -> Stream:
         """Begin a stream. It has a connection of its own, which ends with it."""
-        return self._again(lambda: self._open(verb, request, partial), repeatable=True)
+        return self._again(lambda: self.open_once(verb, request, partial=partial), repeatable=True)
 
-    def _open(self, verb: str, request: Any, partial: bool) -> Stream:
+    def open_once(self, verb: str, request: Any, *, partial: bool = False) -> Stream:
+        """As :meth:`open`, without trying again: what is wrong with the connection is raised as it is."""
         body = protocol.encode(request)
         self._prepare()
         http = self._new()
