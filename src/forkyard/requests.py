@@ -20,6 +20,7 @@ from forkyard.types import ExecResult, ExploreResult, State, TemplateInfo, Varia
 Number = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 Wait = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+SignalNumber = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Pid = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -30,16 +31,20 @@ ImageFormat = Literal["registry", "oci", "docker-archive", "tar"]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as the kernel says (the socket's peer), never as the request says.
+    """Who asks, as the kernel says (the socket's peer) or the token, never as the request says.
 
     ``start_time`` is the peer's start in clock ticks since boot, which together with
     ``pid`` names one process for ever; both are None for a peer that this host cannot see.
+    Who comes from another machine has a ``token`` (its id), its ``rights``, and a negative number that is
+    no other's as ``uid``: what is kept by request id is kept apart.
     """
 
     uid: int
     pid: int | None = None
     start_time: int | None = None
     name: str = ""
+    token: str | None = None
+    rights: frozenset[str] = frozenset()
 
 
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -61,11 +66,12 @@ class Change(Request, kw_only=True):
 
 class Lease(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Who an ephemeral sandbox lives for: a local process (its pid and start time in
-    clock ticks since boot), or a named run."""
+    clock ticks since boot), whoever holds the ``stream`` of that name open, or a named run."""
 
     pid: Pid | None = None
     start_time: Offset | None = None
     run: str | None = None
+    stream: str | None = None
 
 
 class CreateSandbox(Change, kw_only=True):
@@ -279,7 +285,7 @@ class Resize(ProcessRequest, kw_only=True):
 
 
 class Signal(ProcessRequest, kw_only=True):
-    signal: Whole
+    signal: SignalNumber
 
 
 class WaitProcess(ProcessRequest, kw_only=True):
@@ -462,7 +468,7 @@ class Audit(Request, kw_only=True):
 
     seq: Offset | None = None
     sandbox: str | None = None
-    since: Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)] | None = None
+    since: Annotated[float, msgspec.Meta(ge=-6e10, le=2.5e11)] | None = None
     limit: Whole = 10_000
 
 

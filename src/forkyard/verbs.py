@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from forkyard import access
 from forkyard import requests as rq
 from forkyard import types as ty
 
@@ -18,6 +19,9 @@ API_VERSION = 1
 VERSION_HEADER = "forkyard-wire"
 RESTARTING_HEADER = "forkyard-restarting"
 """On a 503: the daemon goes, the same request may be made of the next one."""
+
+RETRY_AFTER_HEADER = "retry-after"
+"""On a 429: nothing was begun, and the same request may be made after so many seconds."""
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -33,7 +37,8 @@ class Verb:
     """One verb.
 
     Attributes:
-        at: Attribute of the yard that has the method: ``yard`` itself, ``execs`` or ``files``.
+        at: Attribute of the yard that has the method: ``yard`` itself, ``execs`` or ``files``; or ``daemon``,
+            or ``access`` (tokens and the listener).
         method: The method's name there.
         changes: It takes a ``request_id`` and is done once for each.
         gone: What becomes of it when its last client goes away: ``finish`` it or ``cancel`` it.
@@ -45,7 +50,7 @@ class Verb:
     changes: bool = False
     gone: Literal["finish", "cancel"] = "finish"
     keep: bool = True
-    at: Literal["yard", "execs", "files", "daemon"] = "yard"
+    at: Literal["yard", "execs", "files", "daemon", "access"] = "yard"
     method: str = ""
 
 
@@ -55,6 +60,11 @@ VERBS: dict[str, Verb] = {
     "health": Verb(rq.Empty, ty.Health),
     "capacity": Verb(rq.CapacityRequest, ty.Capacity),
     "shutdown": Verb(rq.Shutdown, None, changes=True, keep=False, at="daemon"),
+    "listen": Verb(access.Listen, access.Listening, changes=True, keep=False, at="access"),
+    # The reply holds the token itself: it is never kept.
+    "new_token": Verb(access.NewToken, access.MadeToken, changes=True, keep=False, at="access"),
+    "list_tokens": Verb(rq.Empty, list[access.TokenInfo], at="access"),
+    "revoke_token": Verb(access.RevokeToken, access.TokenInfo, changes=True, keep=False, at="access"),
     # sandboxes
     "create_sandbox": Verb(rq.CreateSandbox, ty.SandboxInfo, changes=True, gone="cancel"),
     "get_sandbox": Verb(rq.SandboxRequest, ty.SandboxInfo),
@@ -119,6 +129,7 @@ STREAMS: dict[str, Verb] = {
     "spawn": Verb(rq.Spawn, rq.StreamEvent, changes=True, at="execs"),
     "attach": Verb(rq.Attach, rq.StreamEvent, at="execs"),
     "events": Verb(rq.Events, ty.Event),
+    "hold_lease": Verb(access.HoldLease, ty.Event),
     "build_template": Verb(rq.MakeTemplate, rq.TemplateEvent, changes=True),
     "pull_template": Verb(rq.MakeTemplate, rq.TemplateEvent, changes=True),
     "prepare": Verb(rq.Prepare, rq.TemplateEvent, changes=True),

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from yards import TestYard, until
 
 from forkyard import requests as rq
+from forkyard import types as ty
+from forkyard.access import HoldLease
 from forkyard.errors import ConflictError
 from forkyard.host import process
 from forkyard.yard import leases
@@ -72,6 +74,35 @@ async def test_adopt_and_release(yard: TestYard, holder: rq.Lease) -> None:
     assert not gone(yard, made.id)
     await yard.yard.release_lease(rq.ReleaseLease(lease=mine, sandboxes=[made.id]), yard.caller)
     assert gone(yard, made.id)
+
+
+async def test_a_lease_lives_by_its_stream_and_a_while_longer(
+    yard: TestYard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hold(grace_s: float) -> AsyncIterator[ty.Event]:
+        request = HoldLease(lease="a-name-of-its-own", grace_s=grace_s)
+        stream = yard.yard.hold_lease(request, yard.caller)
+        await anext(stream)
+        return stream
+
+    lease = rq.Lease(stream="a-name-of-its-own")
+    made = await yard.create(ephemeral=True, lease=lease)
+    first = await hold(600)
+    await first.aclose()
+    # Opened again within the grace, by another connection of the client.
+    second, third = await hold(600), await hold(0.05)
+    (fork,) = (await yard.fork(made.id, 1, lease=lease)).forks
+    await second.aclose()
+    assert not gone(yard, made.id)
+    other = await yard.create(name="other", ephemeral=True, lease=rq.Lease(stream="of-another-client"))
+    await third.aclose()
+    for one in (made, fork):
+        await until(lambda ref=one.id: gone(yard, ref), "it goes after the grace")
+    assert not gone(yard, other.id)
+    # Whose client never came goes as well.
+    monkeypatch.setattr(leases, "GRACE_S", 0.05)
+    await yard.yard.adopt(rq.Adopt(sandbox=other.id, lease=rq.Lease(stream="nobody-holds-this")), yard.caller)
+    await until(lambda: gone(yard, other.id), "it goes")
 
 
 async def test_an_ephemeral_one_is_deleted_when_it_stops(yard: TestYard) -> None:

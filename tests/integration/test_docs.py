@@ -19,7 +19,7 @@ from forkyard.cli.main import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
-    *("quickstart", "cli", "sdk", "run_code", "agents"),
+    *("quickstart", "cli", "sdk", "remote", "run_code", "agents"),
     *("forking", "moving-snapshots", "diff", "explore", "templates", "egress", "grading", "design"),
     *("rollouts", "search", "rl"),
 )

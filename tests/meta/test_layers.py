@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "forkyard"
 LONGEST = 600
 
-GROUND = {"", "errors", "types", "requests", "verbs", "wire", "config", "version"}
+GROUND = {"", "errors", "types", "requests", "access", "verbs", "wire", "config", "version"}
 HOST = GROUND | {"host"}
 PARTS = {"store", "engines", "guest", "egress", "audit", "oci"}
 YARD = HOST | PARTS | {"yard"}

@@ -21,6 +21,8 @@ from memory_files import MemoryFiles
 from forkyard import errors, verbs
 from forkyard import requests as rq
 from forkyard import types as ty
+from forkyard.access import HoldLease
+from forkyard.daemon.access import Access
 from forkyard.daemon.app import App
 from forkyard.daemon.server import bind, serving
 from forkyard.requests import Caller
@@ -219,6 +221,8 @@ class MemoryYard:
         self.listeners: set[asyncio.Queue[ty.Event]] = set()
         self.requests: list[rq.Request] = []
         self.callers: list[Caller] = []
+        self.records: list[tuple[str, Caller, dict[str, object]]] = []
+        self.held: list[HoldLease] = []
         self.execs = MemoryExecs(self)
         self.files = MemoryFiles(self)
         self.replies = MemoryReplies()
@@ -455,6 +459,17 @@ class MemoryYard:
         finally:
             self.listeners.discard(queue)
 
+    async def record(self, kind: str, caller: Caller, **data: object) -> None:
+        self.records.append((kind, caller, data))
+
+    async def hold_lease(self, request: HoldLease, caller: Caller) -> AsyncIterator[ty.Event]:
+        self.held.append(request)
+        try:
+            yield ty.Event(time.time(), "lease.held", None)
+            await asyncio.Event().wait()
+        finally:
+            self.held.remove(request)
+
     async def prepare_shutdown(self, sandboxes: str) -> None:
         self.keeping = True
 
@@ -485,6 +500,7 @@ class MemoryDaemon:
         self.boxes = self.base / "boxes"
         self.boxes.mkdir()
         self.stopped = asyncio.Event()
+        self.access: Access
 
     @contextlib.asynccontextmanager
     async def up(self, before: MemoryYard | None = None) -> AsyncIterator[MemoryYard]:
@@ -492,8 +508,9 @@ class MemoryDaemon:
         async with asyncio.TaskGroup() as group, asyncio.TaskGroup() as tasks:
             yard = before or MemoryYard(self.boxes, group)
             yard.keeping = False
-            app = App(yard, tasks, self.stopped.set)
-            async with serving(app, bind(self.socket), app.drain):
+            self.access = Access(self.base, tasks, yard.record)
+            app = App(yard, tasks, self.stopped.set, self.access)
+            async with self.access.serving(app), serving(app, bind(self.socket), app.drain):
                 yield yard
             if before is None:
                 yard.kill()

@@ -27,7 +27,6 @@ from forkyard import (
     Sandbox,
     SandboxLostError,
     UnavailableError,
-    UnsupportedError,
 )
 from forkyard import requests as rq
 
@@ -405,11 +404,3 @@ def test_a_daemon_of_another_version(tmp_path) -> None:
             Client(socket=path, start=False).version()
         thread.join()
     assert "forkyard daemon restart" in caught.value.hint
-
-
-def test_urls_are_for_a_later_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError):
-        Client("https://host:8470", token="t")
-    monkeypatch.setenv("FORKYARD_URL", "https://host:8470")
-    with pytest.raises(UnsupportedError):
-        Client()

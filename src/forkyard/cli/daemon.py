@@ -11,7 +11,7 @@ import click
 
 from forkyard import config, errors
 from forkyard.cli.app import App, note, pass_app
-from forkyard.cli.output import print_fields, print_json
+from forkyard.cli.output import print_fields, print_json, record
 from forkyard.cli.params import json_option
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 @click.group("daemon")
 def daemon_verb() -> None:
-    """Start, stop or look at the daemon."""
+    """Start, stop or look at the daemon; have it listen for other machines."""
 
 
 @daemon_verb.command("status", epilog="""\b
@@ -43,6 +43,7 @@ Example:
 @pass_app
 def daemon_start(app: App, as_json: bool) -> None:
     """Start the daemon unless it runs. Other verbs do so by themselves."""
+    _here_only()
     _show(app.client.health(), as_json)
 
 
@@ -55,6 +56,7 @@ Examples:
 @pass_app
 def daemon_stop(app: App, sandboxes: str) -> None:
     """Stop the daemon."""
+    _here_only()
     try:
         pid, left = _stop(app, sandboxes)
     except errors.UnavailableError:
@@ -78,10 +80,53 @@ Example:
 @pass_app
 def daemon_restart(app: App, as_json: bool) -> None:
     """Stop the daemon and start it anew, after an upgrade for instance. Sandboxes run on."""
+    _here_only()
     with contextlib.suppress(errors.UnavailableError):
         _stop(app, "keep")
     app.close()
     _show(app.client.health(), as_json)
+
+
+@daemon_verb.command("listen", epilog="""\b
+Examples:
+  forkyard daemon listen 0.0.0.0:8470          with a certificate of its own making
+  forkyard daemon listen 10.0.0.5 --cert chain.pem --key key.pem
+  forkyard daemon listen                       say whether and where it listens
+  forkyard daemon listen --off""")
+@click.argument("address", required=False, metavar="[ADDR[:PORT]]")
+@click.option("--off", is_flag=True, help="Listen no more.")
+@click.option("--cert", type=click.Path(), metavar="FILE",
+              help="A certificate chain in PEM (default: it makes its own).")
+@click.option("--key", type=click.Path(), metavar="FILE", help="The certificate's key in PEM.")
+@json_option()
+@pass_app
+def daemon_listen(
+    app: App, address: str | None, off: bool, cert: str | None, key: str | None, as_json: bool
+) -> None:
+    """Have the daemon listen over HTTPS for clients on other machines, now and after restarts.
+
+    They need a token (`forkyard token new`) and the URL that this prints.
+    """
+    state = app.client.listen(address, off=off, cert=cert, key=key)
+    if as_json:
+        print_json(record(state))
+        return
+    if state.problem:
+        note(f"it was to listen at {state.address}, and does not: {state.problem}")
+    elif state.address is None:
+        note("the daemon does not listen for other machines")
+    else:
+        print_fields([("address", state.address), ("url", state.url or ""),
+                      ("fingerprint", state.fingerprint or ""), ("certificate", state.cert or "")])
+
+
+def _here_only() -> None:
+    """Processes are started and ended on their own machine."""
+    if url := config.load().url:
+        raise errors.UnsupportedError(
+            f"FORKYARD_URL is set, and the daemon at {url.partition('#')[0]} is another machine's",
+            hint="unset FORKYARD_URL, or run this on that machine",
+        )
 
 
 def _stop(app: App, sandboxes: str) -> tuple[int, int]:

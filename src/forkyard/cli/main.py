@@ -65,7 +65,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "This machine": {
         "setup": ("machine", "Make this machine ready: engine, store, base template."),
         "doctor": ("machine", "Check this machine and say how to mend it."),
-        "daemon": ("daemon", "Start, stop or look at the daemon."),
+        "daemon": ("daemon", "Start, stop or look at the daemon; have it listen for other machines."),
+        "token": ("tokens", "Make, list or revoke tokens for clients on other machines."),
         "config": ("machine", "Show each setting and where it came from."),
         "completion": ("machine", "Print the completion script for a shell."),
         "version": ("machine", "Print the version."),

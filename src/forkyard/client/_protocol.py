@@ -50,6 +50,15 @@ class RestartingError(Exception):
     """The daemon goes: the same request may be made of the next one."""
 
 
+class BusyError(Exception):
+    """Nothing was begun: the same request may be made after ``after_s``, or ``failure`` be raised."""
+
+    def __init__(self, after_s: float, failure: errors.ForkyardError) -> None:
+        super().__init__(failure.message)
+        self.after_s = after_s
+        self.failure = failure
+
+
 def encode(request: Any) -> bytes:
     """Raises InvalidRequestError for text that has no UTF-8, and for what no message can hold."""
     try:
@@ -85,11 +94,12 @@ def headers(verb: str, *, body: bytes | None) -> list[tuple[bytes, bytes]]:
     return _EXEC_STREAM_HEADERS if verb == "exec" else _STREAM_HEADERS
 
 
-def check(verb: str, status: int, reply_headers: Mapping[str, str]) -> None:
-    """Look at a reply's head.
+def check(verb: str, status: int, reply_headers: Mapping[str, str], body: bytes = b"") -> None:
+    """Look at a reply's head. ``body`` is that of an error.
 
     Raises:
         RestartingError: ask the next daemon.
+        BusyError: ask again later.
         UnavailableError: the daemon speaks another version.
     """
     version = reply_headers.get(verbs.VERSION_HEADER)
@@ -100,6 +110,8 @@ def check(verb: str, status: int, reply_headers: Mapping[str, str]) -> None:
         )
     if status == 503 and verbs.RESTARTING_HEADER in reply_headers:
         raise RestartingError
+    if status == 429 and (after := reply_headers.get(verbs.RETRY_AFTER_HEADER, "")).isdecimal():
+        raise BusyError(float(after), failure(body))
 
 
 def failure(body: bytes) -> errors.ForkyardError:

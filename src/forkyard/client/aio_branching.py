@@ -9,7 +9,7 @@ from forkyard import errors
 from forkyard import requests as rq
 from forkyard import types as ty
 from forkyard.client import _protocol as protocol
-from forkyard.client import materials
+from forkyard.client import holding, materials
 from forkyard.client.aio_transport import AsyncTransport
 from forkyard.client.pools import AsyncPool
 
@@ -111,16 +111,21 @@ class AsyncBranching:
             parallel=parallel,
             keep="choose" if callable(keep) else keep,
             ephemeral=ephemeral,
-            lease=protocol.lease_of(lease),
+            lease=holding.lease_of(self._transport.remote, lease),
             request_id=protocol.new_request_id(),
         )
+        if asked.lease is not None and asked.lease.stream is not None:
+            # The copies run for as long as it takes.
+            holding.keep(self._transport.remote, asked.request_id)
         try:
             return await self._explore(asked, keep, on_progress)
         except errors.NotFoundError:
             if image is not None or source is None or not materials.looks_like_an_image(source):
                 raise
-        asked.source = await self._template_of(source)
-        return await self._explore(asked, keep, on_progress)
+            asked.source = await self._template_of(source)
+            return await self._explore(asked, keep, on_progress)
+        finally:
+            holding.let_go(self._transport.remote, asked.request_id)
 
     def pool(self, source: str, size: int, **options: Any) -> AsyncPool:
         """``size`` running copies made ahead: ``acquire()`` gives one at once, and another is made

@@ -14,6 +14,8 @@ from forkyard import config, errors
 from forkyard import requests as rq
 from forkyard import types as ty
 from forkyard.client import _protocol as protocol
+from forkyard.client import holding
+from forkyard.client.sync_access import Access
 from forkyard.client.sync_branching import Branching
 from forkyard.client.sync_files import Files
 from forkyard.client.sync_moving import Moving
@@ -21,23 +23,27 @@ from forkyard.client.sync_running import Running
 from forkyard.client.sync_sandbox import Sandbox
 from forkyard.client.sync_templates import Templates
 from forkyard.client.sync_transport import Transport
+from forkyard.client.remote import Remote, ca_of
 
 
-class Client(Running, Files, Branching, Moving, Templates):
-    """Talks to this machine's daemon, and starts it when none runs.
+class Client(Running, Files, Branching, Moving, Templates, Access):
+    """Talks to this machine's daemon, and starts it when none runs; or to another machine's, over HTTPS.
 
     It may be shared between threads, pickled (the copy connects again) and used after
     ``os.fork``. It has no time limit and no limit of connections of its own.
 
     Args:
-        url: The URL of another machine's daemon (default ``FORKYARD_URL``).
-        token: What that daemon wants to be shown (default ``FORKYARD_TOKEN``).
+        url: The URL of another machine's daemon (default ``FORKYARD_URL``). ``#sha256:...`` at its end
+            is the fingerprint of the only certificate that is accepted.
+        token: What that daemon wants to be shown (default ``FORKYARD_TOKEN``). One that is given here is
+            in the pickles of this client; one from the environment or a file is not.
+        ca: Such a fingerprint, or a PEM file with the authorities to trust (default: this machine's).
         home: The daemon's home (default ``FORKYARD_HOME``, else ``/var/lib/forkyard`` as root).
         socket: Where it listens (default: in its home).
         start: Start a daemon when none answers.
 
     Raises:
-        UnsupportedError: a URL was given; this version speaks to its own machine only.
+        InvalidRequestError: the URL is none, or not an https one.
     """
 
     def __init__(
@@ -45,27 +51,35 @@ class Client(Running, Files, Branching, Moving, Templates):
         url: str | None = None,
         *,
         token: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
         home: str | os.PathLike[str] | None = None,
         socket: str | os.PathLike[str] | None = None,
         start: bool = True,
     ) -> None:
         given = {"home": home and Path(home), "socket": socket and Path(socket)}
-        settings = config.load({"url": url, "token": token, **given})
-        if settings.url:
-            raise errors.UnsupportedError(
-                f"this version does not speak to other machines' daemons ({settings.url})",
-                hint="unset FORKYARD_URL, and run on the machine itself",
-            )
-        self._transport = Transport(settings.home, settings.socket, start=start)
+        settings = config.load({"url": url, **given})
+        self._token = token
+        remote = Remote.of(settings.url, token or settings.token, ca_of(ca)) if settings.url else None
+        self._transport = Transport(settings.home, settings.socket, start=start, remote=remote)
         self._leased: dict[str, int] = {}
         self._pools = set()
 
     def __getstate__(self) -> dict[str, Any]:
         transport = self._transport
-        return {"home": transport.home, "socket": transport.socket, "start": transport.start}
+        state = {"home": transport.home, "socket": transport.socket, "start": transport.start}
+        if transport.remote is not None:
+            state |= {"url": transport.remote.url, "ca": transport.remote.trust, "token": self._token}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._transport = Transport(state["home"], state["socket"], start=state["start"])
+        self._token = state.get("token")
+        remote = None
+        if "url" in state:
+            # The token that its owner did not say in the program is looked for again, where it is now.
+            remote = Remote.of(state["url"], self._token or config.load().token, state["ca"])
+        self._transport = Transport(
+            state["home"], state["socket"], start=state["start"], remote=remote
+        )
         self._leased = {}
         self._pools = set()
 
@@ -85,7 +99,7 @@ class Client(Running, Files, Branching, Moving, Templates):
         mine = [sandbox for sandbox, pid in list(self._leased.items()) if pid == os.getpid()]
         self._leased.clear()
         if mine:
-            lease = protocol.own_lease()
+            lease = holding.lease_of(self._transport.remote, None)
             # Whether or not a daemon runs now: the next one asks after this process itself.
             start, self._transport.start = self._transport.start, False
             try:
@@ -97,6 +111,7 @@ class Client(Running, Files, Branching, Moving, Templates):
                 pass
             finally:
                 self._transport.start = start
+                holding.let_go(self._transport.remote, *mine)
         self._transport.close()
 
     def sandbox(self, sandbox: str) -> Sandbox:
@@ -105,8 +120,10 @@ class Client(Running, Files, Branching, Moving, Templates):
         return Sandbox(self, sandbox)
 
     def _took(self, lease: rq.Lease, *sandboxes: ty.SandboxInfo) -> None:
-        if lease.pid is not None:
-            self._leased |= {info.id: lease.pid for info in sandboxes if info.ephemeral}
+        if lease.run is None:
+            taken = [info.id for info in sandboxes if info.ephemeral]
+            self._leased |= dict.fromkeys(taken, os.getpid())
+            holding.keep(self._transport.remote, *taken)
 
     # The daemon.
 
@@ -176,7 +193,7 @@ class Client(Running, Files, Branching, Moving, Templates):
         Raises:
             InvalidRequestError, NotFoundError, ConflictError (the name), CapacityError.
         """
-        holder = protocol.lease_of(lease)
+        holder = holding.lease_of(self._transport.remote, lease)
         given = {
             "template": template,
             "image": image,
@@ -253,8 +270,14 @@ class Client(Running, Files, Branching, Moving, Templates):
     def expose(self, sandbox: str, port: int, *, request_id: str | None = None) -> str:
         """A URL on the daemon's host that leads to a port inside: HTTP, WebSocket or any TCP.
 
-        It holds through rewinds, stops and starts, until the sandbox is deleted.
+        It holds through rewinds, stops and starts, until the sandbox is deleted. It is on the loopback of
+        the daemon's host: a client on another machine is refused, since there the URL would lead elsewhere.
         """
+        if self._transport.remote is not None:
+            raise errors.UnsupportedError(
+                "expose() listens on the loopback of the daemon's machine, which is another one",
+                hint=f"on it: forkyard expose SANDBOX {port}; and from here: ssh -L PORT:127.0.0.1:PORT",
+            )
         url: str = self._change("expose", rq.Expose, request_id, sandbox=sandbox, port=port)
         return url
 
@@ -262,7 +285,7 @@ class Client(Running, Files, Branching, Moving, Templates):
         self, sandbox: str, *, lease: str | None = None, request_id: str | None = None
     ) -> ty.SandboxInfo:
         """From now on this process (or a run) holds its lease."""
-        holder = protocol.lease_of(lease)
+        holder = holding.lease_of(self._transport.remote, lease)
         info: ty.SandboxInfo = self._change(
             "adopt", rq.Adopt, request_id, sandbox=sandbox, lease=holder
         )
@@ -289,7 +312,7 @@ class Client(Running, Files, Branching, Moving, Templates):
         self, sandbox: str, *, lease: str | None = None, request_id: str | None = None
     ) -> ty.SandboxInfo:
         """Go on where it stopped."""
-        holder = protocol.lease_of(lease)
+        holder = holding.lease_of(self._transport.remote, lease)
         info: ty.SandboxInfo = self._change(
             "start_sandbox", rq.StartSandbox, request_id, sandbox=sandbox, lease=holder
         )
@@ -303,6 +326,7 @@ class Client(Running, Files, Branching, Moving, Templates):
         )
         if info is not None:
             self._leased.pop(info.id, None)
+            holding.let_go(self._transport.remote, info.id)
         return info
 
     def delete_sandboxes(
@@ -381,7 +405,7 @@ class Client(Running, Files, Branching, Moving, Templates):
         Raises:
             CapacityError: with the figures. ForkError: it was undone; the source is unharmed.
         """
-        holder = protocol.lease_of(lease)
+        holder = holding.lease_of(self._transport.remote, lease)
         result: ty.ForkResult = self._change(
             "fork",
             rq.Fork,

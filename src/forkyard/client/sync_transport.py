@@ -10,6 +10,8 @@ import time
 import weakref
 from collections.abc import Iterator, Callable, Iterable
 from pathlib import Path
+from socket import SHUT_RDWR
+from socket import socket as Socket
 from typing import Any
 
 import httpx
@@ -17,15 +19,23 @@ import httpx
 from forkyard import errors, verbs
 from forkyard.client import _protocol as protocol
 from forkyard.client import launch
-from forkyard.client._protocol import RestartingError, here_slices, no_loop, call_here
+from forkyard.client._protocol import BusyError, RestartingError, here_slices, no_loop, call_here
+from forkyard.client.remote import CONNECT_S, SOCKET_OPTIONS, Remote
 
 TRIES = 3
+REMOTE_TRIES = 12
+"""Of connections that were not taken: the daemon has only so many at a time that have shown no token yet."""
 PATIENCE_S = 30.0
-LOST = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
+_UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
+LOST = (*_UNREACHED, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=600)
-_URLS: dict[str, httpx.URL] = {
-    name: httpx.URL(f"http://forkyard/v1/{name}") for name in (*verbs.VERBS, *verbs.STREAMS, *verbs.FILES)
-}
+
+
+def _urls(base: str) -> dict[str, httpx.URL]:
+    return {name: httpx.URL(f"{base}/v1/{name}") for name in (*verbs.VERBS, *verbs.STREAMS, *verbs.FILES)}
+
+
+_LOCAL = _urls("http://forkyard")
 
 
 class Transport:
@@ -35,15 +45,27 @@ class Transport:
         home: The daemon's home, for starting it there.
         socket: Where it listens.
         start: Start it when it does not answer.
+        remote: It is another machine's instead: home, socket and start mean nothing.
     """
 
-    def __init__(self, home: Path, socket: Path, *, start: bool = True) -> None:
+    def __init__(
+        self, home: Path, socket: Path, *, start: bool = True, remote: Remote | None = None
+    ) -> None:
         self.home = home
         self.socket = socket
         self.start = start
+        self.remote = remote
+        self._urls = _LOCAL if remote is None else _urls(remote.url)
         self._pool: tuple[tuple[int, int], httpx.HTTPTransport] | None = None
 
     def _new(self) -> httpx.HTTPTransport:
+        if self.remote is not None:
+            return httpx.HTTPTransport(
+                verify=self.remote.context(),
+                limits=_LIMITS,
+                trust_env=False,
+                socket_options=SOCKET_OPTIONS,
+            )
         # verify=False: there is no TLS on this socket, and reading the certificates takes 20 ms.
         return httpx.HTTPTransport(uds=str(self.socket), limits=_LIMITS, verify=False, trust_env=False)
 
@@ -64,6 +86,9 @@ class Transport:
 
     def reach(self, wait_s: float = 0) -> None:
         """Return when a daemon listens; see :func:`forkyard.client.launch.ensure`."""
+        if self.remote is not None:
+            call_here(self.remote.reach, wait_s)
+            return
         call_here(lambda: launch.ensure(self.home, self.socket, start=self.start, wait_s=wait_s))
 
     def call(self, verb: str, request: Any) -> Any:
@@ -86,17 +111,27 @@ class Transport:
         return self._again(once, repeatable=repeatable)
 
     def _exchange(self, verb: str, head: list[tuple[bytes, bytes]], body: Any) -> Any:
-        http = self._connections()
-        response = http.handle_request(
-            httpx.Request("POST", _URLS[verb], headers=head, stream=body)
-        )
+        self._prepare()
+        response = self._connections().handle_request(self._request(verb, head, body))
         try:
             data = response.read()
         finally:
             response.close()
-        _INHERITABLE.add(response.extensions["network_stream"].get_extra_info("socket"))
-        protocol.check(verb, response.status_code, response.headers)
+        _remember(response)
+        protocol.check(verb, response.status_code, response.headers, data)
         return protocol.result(verb, response.status_code, data)
+
+    def _prepare(self) -> None:
+        """What the connections are made with, off the loop: it may have to be fetched."""
+        if self.remote is not None and not self.remote.ready:
+            call_here(self.remote.context)
+
+    def _request(self, verb: str, head: list[tuple[bytes, bytes]], body: Any) -> httpx.Request:
+        if self.remote is None:
+            return httpx.Request("POST", self._urls[verb], headers=head, stream=body)
+        head = [*self.remote.headers(), *(item for item in head if item[0] != b"host")]
+        timeout = {"timeout": {"connect": CONNECT_S}}
+        return httpx.Request("POST", self._urls[verb], headers=head, stream=body, extensions=timeout)
 
     def _again(self, once: Callable[[], Any], *, repeatable: bool) -> Any:
         deadline = 0.0
@@ -104,45 +139,55 @@ class Transport:
         while True:
             try:
                 return once()
+            except BusyError as error:
+                deadline = deadline or time.monotonic() + PATIENCE_S
+                if not repeatable or time.monotonic() + error.after_s > deadline:
+                    raise error.failure from None
+                call_here(time.sleep, error.after_s)
+                continue
             except RestartingError:
                 cause: Exception = errors.UnavailableError("the daemon is stopping", retryable=True)
                 tries = 0
             except LOST as error:
+                if self.remote is not None and isinstance(error, _UNREACHED):
+                    failure = self.remote.failure(error)
+                    if not failure.retryable:
+                        raise failure from None
                 cause = error
                 tries += 1
             now = time.monotonic()
             deadline = deadline or now + PATIENCE_S
-            sent = not isinstance(cause, httpx.ConnectError)
-            if tries >= TRIES or now >= deadline or (sent and not repeatable):
+            sent = not isinstance(cause, _UNREACHED)
+            most = TRIES if sent or self.remote is None else REMOTE_TRIES
+            if tries >= most or now >= deadline or (sent and not repeatable):
+                where = self.socket if self.remote is None else self.remote.url
                 raise errors.UnavailableError(
-                    f"the daemon at {self.socket} broke off: {cause or type(cause).__name__}",
+                    f"the daemon at {where} broke off: {cause or type(cause).__name__}",
                     hint=protocol.CONNECT_HINT,
                     retryable=True,
                 )
-            if tries == 0:
-                call_here(time.sleep, 0.05)
+            if tries == 0 or (self.remote is not None and not sent):
+                call_here(time.sleep, 0.05 * max(1, tries))
             # Lost in the middle: somebody restarts it, so there will be another.
             self.reach(PATIENCE_S if sent else 0)
 
     def open(self, verb: str, request: Any, *, partial: bool = False) -> Stream:
         """Begin a stream. It has a connection of its own, which ends with it."""
-        return self._again(lambda: self._open(verb, request, partial), repeatable=True)
+        return self._again(lambda: self.open_once(verb, request, partial=partial), repeatable=True)
 
-    def _open(self, verb: str, request: Any, partial: bool) -> Stream:
+    def open_once(self, verb: str, request: Any, *, partial: bool = False) -> Stream:
+        """As :meth:`open`, without trying again: what is wrong with the connection is raised as it is."""
         body = protocol.encode(request)
+        self._prepare()
         http = self._new()
         try:
-            response = http.handle_request(
-                httpx.Request(
-                    "POST",
-                    _URLS[verb],
-                    headers=protocol.headers(verb, body=body),
-                    stream=httpx.ByteStream(body),
-                )
-            )
-            protocol.check(verb, response.status_code, response.headers)
+            asked = self._request(verb, protocol.headers(verb, body=body), httpx.ByteStream(body))
+            response = http.handle_request(asked)
             if response.status_code != 200:
-                raise protocol.failure(response.read())
+                data = response.read()
+                protocol.check(verb, response.status_code, response.headers, data)
+                raise protocol.failure(data)
+            protocol.check(verb, response.status_code, response.headers)
         except BaseException:
             http.close()
             raise
@@ -172,9 +217,7 @@ class Stream:
         self._response = response
         self._pieces = response.iter_raw()
         self._reader = verbs.FrameReader(partial=partial)
-        sock = response.extensions["network_stream"].get_extra_info("socket")
-        _INHERITABLE.add(sock)
-        self._dropped = weakref.finalize(self, _hang_up, sock)
+        self._dropped = weakref.finalize(self, _hang_up, *_remember(response))
         self._dropped.atexit = False
 
     def read(self) -> list[bytes | memoryview]:
@@ -204,21 +247,40 @@ class Stream:
         self._http.close()
 
 
-def _hang_up(sock: Any) -> None:
+_INHERITABLE: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def _remember(response: httpx.Response) -> tuple[int, int]:
+    """The connection's descriptor and inode, by which both are known again: the number alone may
+    meanwhile be another file's."""
+    stream = response.extensions["network_stream"]
+    fd = stream.get_extra_info("socket").fileno()
+    # Once closed it has no number; who asks then finds nothing to do.
+    mark = _INHERITABLE[stream] = (fd, os.fstat(fd).st_ino) if fd >= 0 else (fd, 0)
+    return mark
+
+
+def _still(fd: int, inode: int) -> bool:
+    try:
+        return fd >= 0 and os.fstat(fd).st_ino == inode
+    except OSError:
+        return False
+
+
+def _hang_up(fd: int, inode: int) -> None:
+    """End a connection under whoever reads from it; what TLS or a loop knows of it they find out."""
     with contextlib.suppress(OSError):
-        sock.shutdown(2)
-
-
-_INHERITABLE: weakref.WeakSet[Any] = weakref.WeakSet()
+        if _still(fd, inode):
+            with Socket(fileno=os.dup(fd)) as same:
+                same.shutdown(SHUT_RDWR)
 
 
 def _let_go() -> None:
     """In a forked child: let go of the parent's connections, or the daemon would not hear of
     the parent's death for as long as the child lives."""
-    for sock in list(_INHERITABLE):
+    for fd, inode in list(_INHERITABLE.values()):
         with contextlib.suppress(OSError):
-            fd = sock.fileno()
-            if fd >= 0:
+            if _still(fd, inode):
                 null = os.open(os.devnull, os.O_RDWR)
                 os.dup2(null, fd)
                 os.close(null)

@@ -19,6 +19,7 @@ import msgspec
 from forkyard import __version__, errors, verbs
 from forkyard import requests as rq
 from forkyard import types as ty
+from forkyard.daemon.access import Access
 from forkyard.daemon.auth import NOBODY, may_speak
 from forkyard.daemon.exchange import (
     RESTARTING,
@@ -34,6 +35,7 @@ from forkyard.daemon.exchange import (
     encode,
     log,
 )
+from forkyard.daemon.gate import may_ask
 from forkyard.daemon.once import Once
 from forkyard.daemon.ports import Yard
 from forkyard.host.trace import span
@@ -63,10 +65,14 @@ class App:
         yard: What does the work.
         tasks: Owns what outlives a connection.
         stop: Called once, when ``shutdown`` was asked and ``prepare_shutdown`` is through.
+        access: Who manages tokens and the listener.
     """
 
-    def __init__(self, yard: Yard, tasks: asyncio.TaskGroup, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, yard: Yard, tasks: asyncio.TaskGroup, stop: Callable[[], None], access: Access
+    ) -> None:
         self._yard = yard
+        self._access = access
         self._stop = stop
         self._once = Once(tasks, yard.replies)
         self._unnamed = itertools.count()
@@ -88,7 +94,8 @@ class App:
             handle = self._change
         elif verb.gone == "cancel":
             handle = self._wait
-        at: Any = {"yard": self._yard, "daemon": self}.get(verb.at) or getattr(self._yard, verb.at)
+        own = {"yard": self._yard, "daemon": self, "access": self._access}
+        at: Any = own.get(verb.at) or getattr(self._yard, verb.at)
         method = verb.method or name
         return Route(
             name,
@@ -125,6 +132,8 @@ class App:
             else:
                 data = await body.whole()
             request = self._decode(route, data, json_in)
+            if caller.token is not None:
+                may_ask(caller, request)
             log.debug("%s by %s, pid %s", route.name, caller.name, caller.pid)
             with span(route.name):
                 await route.handle(route, request, body, reply, caller)
@@ -294,6 +303,7 @@ class App:
 
     def drain(self) -> None:
         """Nothing new begins; clients of what would go on for long are sent to the next daemon."""
+        self._access.drain()
         self._once.drain()
         for task in list(self._streams):
             task.cancel()
@@ -303,4 +313,7 @@ def _digest(request: Any) -> bytes:
     """Of what is asked, whoever asks: a retry by another process carries another lease."""
     if getattr(request, "lease", None) is not None and not isinstance(request, rq.Adopt | rq.ReleaseLease):
         request = msgspec.structs.replace(request, lease=None)
-    return hashlib.blake2b(encode(request), digest_size=16).digest()
+    try:
+        return hashlib.blake2b(encode(request), digest_size=16).digest()
+    except OverflowError as error:
+        raise errors.InvalidRequestError(f"a number in it is too large: {error}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from forkyard.types import Record
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
 
 log = logging.getLogger("forkyard.daemon")
 
@@ -213,27 +214,29 @@ class Reply:
         self.json = json
         self.started = False
 
-    async def done(self, done: Done, kind: Any = Any, *, close: bool = False) -> None:
+    async def done(
+        self, done: Done, kind: Any = Any, *, close: bool = False, headers: Iterable[Header] = ()
+    ) -> None:
         """``kind`` is the type of a result."""
         body = done.body
         if self.json:
             body = encode_json(_plain(msgspec.msgpack.decode(body, type=kind if done.status == 200 else Any)))
-        await self.bytes(body, done.status, close=close, restarting=done is RESTARTING)
+        more = [*headers, _RESTARTING] if done is RESTARTING else headers
+        await self.bytes(body, done.status, close=close, headers=more)
 
     async def bytes(
-        self, body: bytes, status: int = 200, *, close: bool = False, restarting: bool = False
+        self, body: bytes, status: int = 200, *, close: bool = False, headers: Iterable[Header] = ()
     ) -> None:
-        headers = [
+        head = [
             _JSON if self.json else _MSGPACK,
             (b"content-length", b"%d" % len(body)),
             _VERSION,
+            *headers,
         ]
         if close:
-            headers.append(_CLOSE)
-        if restarting:
-            headers.append(_RESTARTING)
+            head.append(_CLOSE)
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body})
 
     async def value(self, value: Any) -> None:

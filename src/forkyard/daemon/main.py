@@ -102,6 +102,7 @@ def _run(settings: config.Settings, ready: _Ready) -> None:
 
 
 async def _serve(settings: config.Settings, ready: _Ready) -> None:
+    from forkyard.daemon.access import Access
     from forkyard.daemon.app import App
     from forkyard.daemon.server import bind, serving
     from forkyard.host.files import write_atomic
@@ -125,9 +126,11 @@ async def _serve(settings: config.Settings, ready: _Ready) -> None:
         open_yard(settings, install=apt.install) as yard,
         asyncio.TaskGroup() as tasks,
     ):
-        app = App(yard, tasks, stop.set)
+        access = Access(settings.home, tasks, yard.record)
+        app = App(yard, tasks, stop.set, access)
         sock = bind(settings.socket)
-        async with serving(app, sock, app.drain):
+        # The socket goes first: whoever is being served over either is then told to ask the next daemon.
+        async with access.serving(app), serving(app, sock, app.drain):
             write_atomic(
                 about,
                 json.dumps(

@@ -90,6 +90,10 @@ class Yard(Protocol):
 
     def events(self, request: rq.Events, caller: Caller) -> AsyncIterator[ty.Event]: ...
 
+    async def record(self, kind: str, caller: Caller, **data: Any) -> None:
+        """Audit what the daemon itself did."""
+        ...
+
     async def prepare_shutdown(self, sandboxes: str) -> None:
         """Before connections are dropped. ``keep``: from now on a cancelled command runs on,
         for the next daemon's clients to resume; ``stop`` and ``delete`` do that to all sandboxes."""

@@ -1,4 +1,5 @@
-"""The unix socket: bound whole, served by uvicorn's protocol, closed in order."""
+"""The unix socket: bound whole, served by uvicorn's protocol, closed in order. (The other way in is
+:mod:`forkyard.daemon.listener`.)"""
 
 from __future__ import annotations
 

@@ -40,6 +40,11 @@ class Applying:
                     f"the diff does not hold the content of {listed}: too large",
                     hint="copy those with download and upload, and pass paths= for the rest",
                 )
+            for change in wanted:
+                if not (0 <= change.uid < 1 << 32 and 0 <= change.gid < 1 << 32):
+                    raise InvalidRequestError(
+                        f"{change.path}: {change.uid}:{change.gid} is no owner", hint="give numbers of users"
+                    )
             run = _Run(guest, user)
             try:
                 await run.all(wanted)

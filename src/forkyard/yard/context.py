@@ -88,9 +88,11 @@ class Context:
 
 
 def actor(caller: Caller | None) -> str:
-    """Who did it, for the audit: a user and process of this host, or the yard itself."""
+    """Who did it, for the audit: a user and process of this host, a token, or the yard itself."""
     if caller is None:
         return "yard"
+    if caller.token:
+        return f"token:{caller.token}/{caller.name}"
     return f"uid:{caller.uid}" + (f"/pid:{caller.pid}" if caller.pid else "")
 
 

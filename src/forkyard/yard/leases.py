@@ -2,16 +2,18 @@
 
 An ephemeral sandbox lives while the process that holds its lease does. The daemon watches
 that process itself, by a pidfd, so that a client need do nothing and may be killed in any
-way. Expiry and idleness are checked once a second: both are in minutes.
+way. One on another machine it cannot watch: that one holds a stream open, and has a while to
+open it again. Expiry and idleness are checked once a second: both are in minutes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from forkyard.errors import ForkyardError
 from forkyard.host import process
@@ -28,8 +30,11 @@ MEASURE_S = 5.0
 UNUSED_S = 60.0
 # A sandbox is idle while its own processes use less than this share of one CPU.
 IDLE_CPU = 0.01
+# Nobody holds a lease's stream: its client may be opening it again, or be on the way to this daemon.
+GRACE_S = 60.0
 
-Holder = tuple[int, int]
+Holder = tuple[int, int] | str
+"""A process (pid, start time), or the name of a stream."""
 
 
 class Leases:
@@ -45,15 +50,22 @@ class Leases:
         self.nap: Callable[[Sandbox], Awaitable[None]]
         self._holders: dict[Holder, set[str]] = {}
         self._pidfds: dict[Holder, int] = {}
+        self._streams: dict[str, int] = {}
+        self._unheld: dict[str, float] = {}  # until when (monotonic) their clients may come back
+        self._leaving = False
         self._busy: set[str] = set()
 
     def watch(self, sandbox: Sandbox) -> None:
-        """Watch the process that holds the sandbox's lease. One that is gone already ends it now."""
+        """Watch who holds the sandbox's lease. A process that is gone already ends it now."""
         self.unwatch(sandbox)
         holder = _holder(sandbox.doc.lease)
         if holder is None or not sandbox.doc.ephemeral:
             return
         self._holders.setdefault(holder, set()).add(sandbox.id)
+        if isinstance(holder, str):
+            if holder not in self._streams:
+                self._unheld.setdefault(holder, time.monotonic() + GRACE_S)
+            return
         if holder in self._pidfds:
             return
         pid, start = holder
@@ -77,7 +89,28 @@ class Leases:
                 del self._holders[holder]
                 self._close(holder)
 
+    @contextlib.contextmanager
+    def held(self, stream: str, grace_s: float) -> Iterator[None]:
+        """The lease of that name lives inside the block, and for ``grace_s`` after the last such block."""
+        self._streams[stream] = self._streams.get(stream, 0) + 1
+        self._unheld.pop(stream, None)
+        try:
+            yield
+        finally:
+            self._streams[stream] -= 1
+            if not self._streams[stream]:
+                del self._streams[stream]
+                if stream in self._holders and not self._leaving:
+                    self._unheld[stream] = time.monotonic() + grace_s
+
+    def leave_to_next(self) -> None:
+        """Streams end from now on because this daemon does: their clients come back to the next one."""
+        self._leaving = True
+        self._unheld.clear()
+
     def _close(self, holder: Holder) -> None:
+        if isinstance(holder, str):
+            self._unheld.pop(holder, None)
         fd = self._pidfds.pop(holder, None)
         if fd is not None:
             asyncio.get_running_loop().remove_reader(fd)
@@ -88,7 +121,7 @@ class Leases:
         for sandbox_id in self._holders.pop(holder, set()):
             sandbox = self.context.sandboxes.find(sandbox_id)
             if sandbox is not None:
-                log.info("the process %d that held %s is gone", holder[0], sandbox_id)
+                log.info("who held %s is gone: %s", sandbox_id, holder)
                 self._do(sandbox, self.delete)
 
     async def run(self) -> None:
@@ -100,6 +133,9 @@ class Leases:
             unused_s = 0.0 if used else unused_s + TICK_S
             if unused_s >= UNUSED_S:
                 await self.context.machines.drop_ahead()
+            for stream, until in list(self._unheld.items()):
+                if time.monotonic() >= until:
+                    self._holder_gone(stream)
             for sandbox in self.context.sandboxes:
                 doc = sandbox.doc
                 if doc.deadline is not None and now >= doc.deadline:
@@ -155,6 +191,8 @@ class Leases:
 
 
 def _holder(lease: Lease | None) -> Holder | None:
-    if lease is None or lease.pid is None or lease.start_time is None:
+    if lease is None:
         return None
-    return lease.pid, lease.start_time
+    if lease.stream is not None:
+        return lease.stream
+    return None if lease.pid is None or lease.start_time is None else (lease.pid, lease.start_time)

@@ -7,11 +7,13 @@ import contextlib
 import functools
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import forkyard
+from forkyard import access
 from forkyard import requests as rq
 from forkyard import types as ty
 from forkyard.audit import AuditLog
@@ -168,6 +170,15 @@ class Yard:
                 sandbox = self.context.sandboxes.find(ref)
                 if sandbox is not None and sandbox.doc.ephemeral and sandbox.doc.lease == request.lease:
                     group.create_task(self.lifecycle.delete(sandbox, caller))
+
+    async def hold_lease(self, request: access.HoldLease, caller: rq.Caller) -> AsyncIterator[ty.Event]:
+        with self.leases.held(request.lease, request.grace_s):
+            yield ty.Event(time.time(), "lease.held", None)
+            await asyncio.Event().wait()
+
+    async def record(self, kind: str, caller: rq.Caller, **data: Any) -> None:
+        """Audit what the daemon itself did."""
+        await self.context.record(kind, caller, **data)
 
     async def wait_sandbox(self, request: rq.WaitSandbox, caller: rq.Caller) -> ty.SandboxInfo:
         sandbox = self.context.sandboxes.find(request.sandbox)
@@ -426,6 +437,7 @@ class Yard:
         """Before connections are dropped: commands run on (``keep``), or all sandboxes stop or go."""
         self.execs.detach_all()
         self.code.detach_all()
+        self.leases.leave_to_next()
         for sandbox in self.context.sandboxes:
             try:
                 if sandboxes == "delete":
