@@ -23,6 +23,7 @@ from forkyard import wire  # noqa: E402
 from forkyard.host import process  # noqa: E402
 from forkyard.rollouts import journal  # noqa: E402
 from forkyard.rollouts.types import Phases, Sample, Verdict  # noqa: E402
+from forkyard.store import archive  # noqa: E402
 from forkyard.store.images import FORMAT as IMAGE  # noqa: E402
 from forkyard.store.images import MANIFEST  # noqa: E402
 from forkyard.store.schema import MIGRATIONS  # noqa: E402
@@ -134,7 +135,12 @@ async def of_a_yard() -> None:
             keep("audit-1/2026-01-01.jsonl", day.read_text())
             catalog = dump(home.path / "catalog.db").replace(str(home.path), "/home-of-it")
             keep(f"catalog-{len(MIGRATIONS)}.sql", catalog)
+            exported = await yard.exported("gold", memory=False)
             await yard.empty()
+            await yard.assert_clean()
+        if not (path := SAMPLES / f"archive-{archive.FORMAT}.fysnap").exists():
+            path.write_bytes(exported)
+            print(f"made {path.name}")
         keep(f"image-{IMAGE}.json", manifest + "\n")
         keep("template-1.json", template + "\n")
         keep(f"warm-{templates.WARM_REVISION}.json", json.dumps(warm, indent=1) + "\n")

@@ -19,7 +19,7 @@ from forkyard.audit.check import verify
 from forkyard.audit.log import AuditLog
 from forkyard.errors import UnavailableError, UnsupportedError
 from forkyard.rollouts import journal
-from forkyard.store import images
+from forkyard.store import archive, images
 from forkyard.store.schema import MIGRATIONS
 from forkyard.types import SandboxInfo
 from forkyard.yard import templates
@@ -48,6 +48,7 @@ def test_every_version_of_every_format_has_a_sample() -> None:
     wanted = {f"catalog-{version}.sql" for version in range(1, len(MIGRATIONS) + 1)}
     wanted |= {f"image-{version}.json" for version in range(1, images.FORMAT + 1)}
     wanted |= {f"run-{version}" for version in range(1, journal.FORMAT + 1)}
+    wanted |= {f"archive-{version}.fysnap" for version in range(1, archive.FORMAT + 1)}
     wanted |= {f"wire-{version}.json" for version in range(wire.VERSION_MIN, wire.VERSION + 1)}
     wanted |= {f"warm-{templates.WARM_REVISION}.json", "template-1.json", "audit-1"}
     there = {path.name for path in SAMPLES.iterdir()}
@@ -63,6 +64,7 @@ async def test_a_catalog_of_the_first_version(fake_home: Home) -> None:
         await yard.create(name="new")
         assert await yard.out("new", "echo usable") == "usable"
         await yard.empty()
+        await yard.assert_clean()
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
     connection.close()
@@ -90,6 +92,7 @@ async def test_a_store_of_each_version_goes_on(fake_home: Home, version: int, tm
         made = await yard.create(snapshot="gold", memory=False)
         assert await yard.read(made.id, "file") == b"kept"
         await yard.empty()
+        await yard.assert_clean()
 
 
 async def _disks_of(home: Home, catalog: Path, tmp_path: Path) -> None:
@@ -146,6 +149,14 @@ async def test_an_image_manifest_of_each_version(tmp_path: Path, version: int) -
     found = images.Images(tmp_path).manifest("old")
     assert found.settled and found.layers[-1] == "base" and found.wire == 1
     assert found.fingerprint == "fake/1" and found.files["checkpoint.img"].sha256
+
+
+@pytest.mark.parametrize("version", range(1, archive.FORMAT + 1))
+async def test_an_archive_of_each_version_is_imported(fake_yard: TestYard, version: int) -> None:
+    kept = await fake_yard.imported((SAMPLES / f"archive-{version}.fysnap").read_bytes())
+    assert (kept.name, kept.labels, kept.memory) == ("gold", {"s": "1"}, False)
+    made = await fake_yard.create(snapshot="gold")
+    assert await fake_yard.read(made.id, "file") == b"kept"
 
 
 OTHERS = {
