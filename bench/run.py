@@ -16,11 +16,12 @@ from bench.cases import CASES, Bench
 from bench.contender import Contender
 from bench.downloads import downloads
 from bench.floors import floors
+from bench.neighbour import neighbour
 from bench.ours import Build, Forkyard, base_layers, builds, lender
 from bench.pool import acquires
 from bench.rivals import BareRunsc, Docker
 
-MEASURED = {"floors": floors, **CASES, "pool": acquires, "downloads": downloads}
+MEASURED = {"floors": floors, **CASES, "pool": acquires, "downloads": downloads, "neighbour": neighbour}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
     if os.geteuid() != 0:
         parser.error("Docker's daemon and runsc need root")
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, interrupted)
     begun = time.monotonic()
     about = machine.facts()
     bench = Bench([], 3 if args.quick else args.n, note)
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if bench.failures else 0
 
 
-def _interrupted(*_: object) -> None:
+def interrupted(*_: object) -> None:
     """As Ctrl-C, and not a second time while things are put away."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt

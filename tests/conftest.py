@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-INTEGRATION = Path(__file__).parent / "integration"
+ON_THE_HOST = [Path(__file__).parent / name for name in ("integration", "security")]
 
 pytest.register_assert_rewrite("yards")
 # A background job of a shell ignores it, and so would every program that a test starts.
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     meant, others = [], []
     for item in items:
         (meant if _is_meant(item) else others).append(item)
-        if item.path.parent == INTEGRATION and not item.get_closest_marker("xdist_group"):
+        if item.path.parent in ON_THE_HOST and not item.get_closest_marker("xdist_group"):
             # A module's yard is made once, by the worker that runs all of it.
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if others:

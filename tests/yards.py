@@ -287,14 +287,14 @@ class TestYard:
     async def checkpoints(self, ref: str) -> list[ty.CheckpointInfo]:
         return await self.yard.list_checkpoints(rq.SandboxRequest(sandbox=ref), self.caller)
 
-    async def rewind(self, ref: str, to: str | None = None) -> ty.SandboxInfo:
-        return await self.yard.rewind(rq.Rewind(sandbox=ref, to=to), self.caller)
+    async def rewind(self, ref: str, to: str | None = None, **options: Any) -> ty.SandboxInfo:
+        return await self.yard.rewind(rq.Rewind(sandbox=ref, to=to, **options), self.caller)
 
     async def stop(self, ref: str) -> ty.SandboxInfo:
         return await self.yard.stop_sandbox(rq.StopSandbox(sandbox=ref), self.caller)
 
-    async def start(self, ref: str) -> ty.SandboxInfo:
-        return await self.yard.start_sandbox(rq.StartSandbox(sandbox=ref), self.caller)
+    async def start(self, ref: str, **options: Any) -> ty.SandboxInfo:
+        return await self.yard.start_sandbox(rq.StartSandbox(sandbox=ref, **options), self.caller)
 
     def weight(self, ref: str) -> int:
         """A sandbox's weight as the kernel has it; as its record says where there are no control groups."""

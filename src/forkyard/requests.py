@@ -155,7 +155,10 @@ class StopSandbox(SandboxChange, kw_only=True):
 
 
 class StartSandbox(SandboxChange, kw_only=True):
+    """Without ``memory`` its disk is booted afresh."""
+
     lease: Lease | None = None
+    memory: bool = True
 
 
 class DeleteSandbox(SandboxChange, kw_only=True):
@@ -404,6 +407,7 @@ class DeleteCheckpoint(SandboxChange, kw_only=True):
 
 class Rewind(SandboxChange, kw_only=True):
     to: str | None = None
+    memory: bool = True
 
 
 class DiffRequest(SandboxRequest, kw_only=True):

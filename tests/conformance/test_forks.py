@@ -302,6 +302,12 @@ async def test_foreign_and_damaged_memory_is_refused(yard: TestYard, box: str) -
     with pytest.raises(UnsupportedError, match="other/1"):
         await yard.create(snapshot="gold")
     assert await yard.out((await yard.create(snapshot="gold", memory=False)).id, "cat file") == "kept"
+    mark = await yard.checkpoint(box)
+    yard.context.snapshots[mark.id].fingerprint = "other/1"
+    with pytest.raises(UnsupportedError, match="other/1"):
+        await yard.rewind(box)
+    assert not (await yard.rewind(box, memory=False)).memory_restored
+    assert await yard.out(box, "cat file") == "kept"
     doc.fingerprint = ours
     image = yard.context.images.path(doc.image or "") / "checkpoint.img"
     whole, at = image.read_bytes(), image.stat()

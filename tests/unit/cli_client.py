@@ -182,8 +182,8 @@ class MemoryClient:
     def stop_sandbox(self, sandbox: str) -> SandboxInfo:
         return self._set(self._find(sandbox), state="stopped")
 
-    def start_sandbox(self, sandbox: str) -> SandboxInfo:
-        return self._set(self._find(sandbox), state="running")
+    def start_sandbox(self, sandbox: str, memory: bool = True) -> SandboxInfo:
+        return self._set(self._find(sandbox), state="running", memory_restored=memory)
 
     def delete_sandbox(self, sandbox: str) -> SandboxInfo | None:
         try:
@@ -279,11 +279,11 @@ class MemoryClient:
         if self.points.pop(checkpoint, None) is None:
             raise NotFoundError(f"no checkpoint {checkpoint!r}")
 
-    def rewind(self, sandbox: str, to: str | None = None) -> SandboxInfo:
+    def rewind(self, sandbox: str, to: str | None = None, memory: bool = True) -> SandboxInfo:
         source = self._find(sandbox)
         if source.checkpoint is None:
             raise ConflictError(f"{sandbox} has no checkpoint")
-        return self._set(source, checkpoint=to or source.checkpoint)
+        return self._set(source, checkpoint=to or source.checkpoint, memory_restored=memory)
 
     def tree(self, root: str | None = None) -> list[TreeNode]:
         return [TreeNode(id="base", kind="template", name="base", parent=None, state="ready", created_at=0),

@@ -137,6 +137,8 @@ def test_rename_stop_start_delete(fy: Cli) -> None:
     assert fy("stop", "play")[:2] == (0, "sb_0000000001\n")
     assert fy("ls", "--state", "stopped", "-q")[1] == "sb_0000000001\n"
     assert fy("start", "play")[0] == 0
+    assert '"memoryRestored":true' in fy("start", "play", "--json")[1]
+    assert '"memoryRestored":false' in fy("start", "play", "--no-memory", "--json")[1]
     code, out, err = fy("delete", "nobody", "play", "play")
     assert (code, out) == (3, "play\n") and "nobody" in err
 
@@ -195,6 +197,7 @@ def test_checkpoints(fy: Cli) -> None:
     assert second["parent"] == first
     lines = fy("checkpoints", "ls", "work")[1].splitlines()
     assert lines[2].startswith("*") and not lines[1].startswith("*")
+    assert '"memoryRestored":false' in fy("rewind", "work", "--no-memory", "--json")[1]
     code, out, err = fy("rewind", "work", "--to", first)
     assert (code, out) == (0, "sb_0000000001\n") and first in err
     assert fy("checkpoints", "delete", "work", first, "ck_none")[:2] == (3, f"{first}\n")

@@ -194,11 +194,12 @@ def stop_verb(app: App, sandbox: str, as_json: bool) -> None:
 Example:
   forkyard start work""")
 @sandbox_argument()
+@click.option("--no-memory", is_flag=True, help="Boot its disk afresh.")
 @json_option()
 @pass_app
-def start_verb(app: App, sandbox: str, as_json: bool) -> None:
+def start_verb(app: App, sandbox: str, no_memory: bool, as_json: bool) -> None:
     """Start a stopped sandbox: its programs go on where they stopped."""
-    box = app.client.start_sandbox(sandbox)
+    box = app.client.start_sandbox(sandbox, memory=not no_memory)
     if as_json:
         print_json({"sandbox": record(box)})
     else:

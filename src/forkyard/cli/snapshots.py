@@ -168,11 +168,12 @@ Examples:
   forkyard rewind work --to ck_8d2k1m4x7q""")
 @sandbox_argument()
 @click.option("--to", metavar="CHECKPOINT", help="A checkpoint's id or label (default: the newest one back).")
+@click.option("--no-memory", is_flag=True, help="Boot its disk afresh.")
 @json_option()
 @pass_app
-def rewind_verb(app: App, sandbox: str, to: str | None, as_json: bool) -> None:
+def rewind_verb(app: App, sandbox: str, to: str | None, no_memory: bool, as_json: bool) -> None:
     """Take a sandbox back to a checkpoint: disk, memory and running programs. Its id stays."""
-    box = app.client.rewind(sandbox, **given(to=to))
+    box = app.client.rewind(sandbox, memory=not no_memory, **given(to=to))
     if as_json:
         print_json({"sandbox": record(box)})
     else:

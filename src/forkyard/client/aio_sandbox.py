@@ -78,9 +78,9 @@ class AsyncSandbox:
         """See :meth:`AsyncClient.stop_sandbox`; ``sandbox`` is this one."""
         return await self.client.stop_sandbox(self.id, request_id=request_id)
 
-    async def start_sandbox(self, *, lease: str | None=None, request_id: str | None=None) -> ty.SandboxInfo:
+    async def start_sandbox(self, *, memory: bool=True, lease: str | None=None, request_id: str | None=None) -> ty.SandboxInfo:
         """See :meth:`AsyncClient.start_sandbox`; ``sandbox`` is this one."""
-        return await self.client.start_sandbox(self.id, lease=lease, request_id=request_id)
+        return await self.client.start_sandbox(self.id, memory=memory, lease=lease, request_id=request_id)
 
     async def delete_sandbox(self, *, request_id: str | None=None) -> ty.SandboxInfo | None:
         """See :meth:`AsyncClient.delete_sandbox`; ``sandbox`` is this one."""
@@ -106,9 +106,9 @@ class AsyncSandbox:
         """See :meth:`AsyncClient.delete_checkpoint`; ``sandbox`` is this one."""
         return await self.client.delete_checkpoint(self.id, checkpoint=checkpoint, request_id=request_id)
 
-    async def rewind(self, to: str | None=None, *, request_id: str | None=None) -> ty.SandboxInfo:
+    async def rewind(self, to: str | None=None, *, memory: bool=True, request_id: str | None=None) -> ty.SandboxInfo:
         """See :meth:`AsyncClient.rewind`; ``sandbox`` is this one."""
-        return await self.client.rewind(self.id, to=to, request_id=request_id)
+        return await self.client.rewind(self.id, to=to, memory=memory, request_id=request_id)
 
     async def audit(self, since: float | None=None, *, limit: int=10000, seq: int | None=None) -> list[ty.AuditRecord]:
         """See :meth:`AsyncClient.audit`; ``sandbox`` is this one."""

@@ -95,7 +95,7 @@ def _start(home: Path, path: Path, deadline: float) -> tuple[str, str]:
     its last words) or ``late``."""
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        log = open(home / "daemon.log", "ab", buffering=0)  # noqa: SIM115
+        log = open(home / "daemon.log", "ab", buffering=0, opener=_private)  # noqa: SIM115
     except OSError as error:
         raise errors.UnavailableError(
             f"no daemon runs, and none can be started in {home}: {error.strerror}",
@@ -169,3 +169,8 @@ def _lives(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _private(path: str, flags: int) -> int:
+    """Whoever starts the daemon first makes its log, whatever its umask."""
+    return os.open(path, flags, 0o600)

@@ -309,12 +309,17 @@ class Client(Running, Files, Branching, Moving, Templates, Access):
         return self._change("stop_sandbox", rq.StopSandbox, request_id, sandbox=sandbox)
 
     def start_sandbox(
-        self, sandbox: str, *, lease: str | None = None, request_id: str | None = None
+        self,
+        sandbox: str,
+        *,
+        memory: bool = True,
+        lease: str | None = None,
+        request_id: str | None = None,
     ) -> ty.SandboxInfo:
-        """Go on where it stopped."""
+        """Go on where it stopped; with ``memory=False`` on its disk, freshly booted."""
         holder = holding.lease_of(self._transport.remote, lease)
         info: ty.SandboxInfo = self._change(
-            "start_sandbox", rq.StartSandbox, request_id, sandbox=sandbox, lease=holder
+            "start_sandbox", rq.StartSandbox, request_id, sandbox=sandbox, lease=holder, memory=memory
         )
         self._took(holder, info)
         return info
@@ -466,11 +471,11 @@ class Client(Running, Files, Branching, Moving, Templates, Access):
         )
 
     def rewind(
-        self, sandbox: str, to: str | None = None, *, request_id: str | None = None
+        self, sandbox: str, to: str | None = None, *, memory: bool = True, request_id: str | None = None
     ) -> ty.SandboxInfo:
         """Back to a checkpoint (id or label; default: the newest among the present state's
-        ancestors), disk and memory; egress, ttl and labels stay."""
-        return self._change("rewind", rq.Rewind, request_id, sandbox=sandbox, to=to)
+        ancestors), disk and (unless ``memory=False``) memory; egress, ttl and labels stay."""
+        return self._change("rewind", rq.Rewind, request_id, sandbox=sandbox, to=to, memory=memory)
 
     def tree(self, root: str | None = None) -> list[ty.TreeNode]:
         """Who came from what, all of it or below ``root``; parents come first."""

@@ -80,9 +80,9 @@ class Sandbox:
         """See :meth:`Client.stop_sandbox`; ``sandbox`` is this one."""
         return self.client.stop_sandbox(self.id, request_id=request_id)
 
-    def start_sandbox(self, *, lease: str | None=None, request_id: str | None=None) -> ty.SandboxInfo:
+    def start_sandbox(self, *, memory: bool=True, lease: str | None=None, request_id: str | None=None) -> ty.SandboxInfo:
         """See :meth:`Client.start_sandbox`; ``sandbox`` is this one."""
-        return self.client.start_sandbox(self.id, lease=lease, request_id=request_id)
+        return self.client.start_sandbox(self.id, memory=memory, lease=lease, request_id=request_id)
 
     def delete_sandbox(self, *, request_id: str | None=None) -> ty.SandboxInfo | None:
         """See :meth:`Client.delete_sandbox`; ``sandbox`` is this one."""
@@ -108,9 +108,9 @@ class Sandbox:
         """See :meth:`Client.delete_checkpoint`; ``sandbox`` is this one."""
         return self.client.delete_checkpoint(self.id, checkpoint=checkpoint, request_id=request_id)
 
-    def rewind(self, to: str | None=None, *, request_id: str | None=None) -> ty.SandboxInfo:
+    def rewind(self, to: str | None=None, *, memory: bool=True, request_id: str | None=None) -> ty.SandboxInfo:
         """See :meth:`Client.rewind`; ``sandbox`` is this one."""
-        return self.client.rewind(self.id, to=to, request_id=request_id)
+        return self.client.rewind(self.id, to=to, memory=memory, request_id=request_id)
 
     def audit(self, since: float | None=None, *, limit: int=10000, seq: int | None=None) -> list[ty.AuditRecord]:
         """See :meth:`Client.audit`; ``sandbox`` is this one."""

@@ -88,18 +88,14 @@ class Catalog:
 
     def _connect(self, check: bool) -> sqlite3.Connection:
         fresh = not self.path.exists()
+        if not fresh:
+            self._refuse_newer()
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         try:
             if fresh:
                 self.path.chmod(0o600)
             connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
-            # Before anything is changed in it.
             version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version > len(MIGRATIONS):
-                raise UnavailableError(
-                    f"a newer forkyard wrote {self.path} (schema {version}, this knows {len(MIGRATIONS)})",
-                    hint="upgrade forkyard, or use another home",
-                )
             said = connection.execute("PRAGMA quick_check(1)").fetchone()[0] if check else "ok"
             if said != "ok":
                 raise self._damaged(said)
@@ -115,6 +111,24 @@ class Catalog:
             connection.close()
             raise
         return connection
+
+    def _refuse_newer(self) -> None:
+        """Before anything is changed: a connection that may write folds the log in when it is closed."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        # Without a log the lock file that reading makes beside it is spared, too.
+        options = "mode=ro" if log.exists() else "mode=ro&immutable=1"
+        try:
+            with contextlib.closing(
+                sqlite3.connect(f"{self.path.absolute().as_uri()}?{options}", uri=True)
+            ) as connection:
+                version = connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(error) from error
+        if version > len(MIGRATIONS):
+            raise UnavailableError(
+                f"a newer forkyard wrote {self.path} (schema {version}, this knows {len(MIGRATIONS)})",
+                hint="upgrade forkyard, or use another home",
+            )
 
     def _damaged(self, why: object) -> InternalError:
         return InternalError(f"the catalog {self.path} cannot be read: {why}", hint=REPAIR_HINT)

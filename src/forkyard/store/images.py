@@ -124,7 +124,10 @@ class Images:
             raise NotFoundError(f"no memory image {name}") from None
         try:
             if msgspec.json.decode(raw, type=_Format).format > FORMAT:
-                raise UnsupportedError(f"a newer forkyard wrote image {name}", hint="upgrade forkyard")
+                raise UnsupportedError(
+                    f"a newer forkyard wrote image {name}",
+                    hint="upgrade forkyard, or start the snapshot with memory=False: its disk is whole",
+                )
             known = msgspec.json.decode(raw, type=Manifest)
         except msgspec.MsgspecError as error:
             raise CorruptSnapshotError(

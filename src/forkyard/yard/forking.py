@@ -377,9 +377,9 @@ class Forking:
     async def rewind(self, request: Rewind, caller: Caller) -> SandboxInfo:
         """See API: ``rewind``: same id, older state. The machine of now ends when that of then answers."""
         sandbox = self.context.sandboxes.get(request.sandbox)
-        return await finish(self.context.tg, self._rewind(sandbox, request.to, caller))
+        return await finish(self.context.tg, self._rewind(sandbox, request.to, caller, request.memory))
 
-    async def _rewind(self, sandbox: Sandbox, to: str | None, caller: Caller) -> SandboxInfo:
+    async def _rewind(self, sandbox: Sandbox, to: str | None, caller: Caller, memory: bool) -> SandboxInfo:
         async with locked(sandbox):
             doc = sandbox.doc
             if to is not None:
@@ -398,7 +398,7 @@ class Forking:
             def change() -> None:
                 doc.checkpoint, doc.resume, doc.napping = target.id, None, False
 
-            await self.lifecycle.restart(sandbox, target, change)
+            await self.lifecycle.restart(sandbox, target, change, memory=memory)
             await failpoint("rewind.restarted")
             if spent is not None and (unused := self.context.snapshots.get(spent)) is not None:
                 await self.snapshots.discard(unused)

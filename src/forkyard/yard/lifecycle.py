@@ -29,6 +29,7 @@ from forkyard.errors import (
     InternalError,
     NotFoundError,
     SandboxLostError,
+    UnsupportedError,
 )
 from forkyard.host.failpoint import failpoint
 from forkyard.requests import Caller, CreateSandbox, Lease
@@ -221,10 +222,10 @@ class Lifecycle:
             return
         try:
             await self.context.images.verify(image)
-        except (CorruptSnapshotError, NotFoundError) as error:  # gone: another start found it first
+        except (CorruptSnapshotError, NotFoundError, UnsupportedError) as error:
             if plan.template is None:
                 raise
-            log.warning("%s: it is made anew", error)
+            log.warning("%s: it is made anew", error)  # or gone: another start found it first
             await self.context.machines.ahead.leave(image=image)
             await self.context.images.delete_async(image)
             plan.image, plan.cold, plan.quiet = None, plan.template, False
@@ -350,16 +351,21 @@ class Lifecycle:
             kind = "sandbox.napped" if napping else "sandbox.stopped"
             await self.context.record(kind, caller, doc.id, memory_bytes=kept.memory_bytes)
 
-    async def start(self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None = None) -> None:
-        """Go on where it stopped; a failed one goes on from its newest checkpoint."""
-        await finish(self.context.tg, self._start(sandbox, caller, lease))
+    async def start(
+        self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None = None, *, memory: bool = True
+    ) -> None:
+        """Go on where it stopped; a failed one goes on from its newest checkpoint. Without ``memory``
+        its disk is booted afresh."""
+        await finish(self.context.tg, self._start(sandbox, caller, lease, memory))
 
-    async def _start(self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None) -> None:
+    async def _start(
+        self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None, memory: bool
+    ) -> None:
         async with locked(sandbox):
-            await self._start_locked(sandbox, caller, lease)
+            await self._start_locked(sandbox, caller, lease, memory)
 
     async def _start_locked(
-        self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None = None
+        self, sandbox: Sandbox, caller: Caller | None, lease: Lease | None = None, memory: bool = True
     ) -> None:
         doc = sandbox.doc
         if doc.state == "running":
@@ -378,27 +384,32 @@ class Lifecycle:
             if lease is not None and doc.ephemeral:
                 doc.lease = lease
 
-        await self.restart(sandbox, source, change)
+        await self.restart(sandbox, source, change, memory=memory)
         self.leases.watch(sandbox)
         if resumed is not None and (spent := self.context.snapshots.get(resumed)) is not None:
             await self.snapshots.discard(spent)
         await self.context.record("sandbox.started", caller, doc.id, source=source.id)
 
-    async def restart(self, sandbox: Sandbox, source: SnapshotDoc, change: Callable[[], None]) -> None:
+    async def restart(
+        self, sandbox: Sandbox, source: SnapshotDoc, change: Callable[[], None], *, memory: bool = True
+    ) -> None:
         """Start the sandbox from ``source`` under its own id. The new machine has answered, and is
         in the catalog, before the old one, if there is one, is ended.
 
         Args:
             change: Makes what else changes in its document, to be written with it.
+            memory: Restore it, if ``source`` has any; otherwise its disk is booted afresh.
         """
         doc = sandbox.doc
-        self.snapshots.check_restorable(source)
+        image = source.image if memory else None
+        if image is not None:
+            self.snapshots.check_restorable(source)
         plan = Plan(
             doc,
             limits_of_sandbox(doc),
-            source.agent if source.image else self.context.agent,
-            image=source.image,
-            image_bytes=source.memory_bytes if source.image else None,
+            source.agent if image else self.context.agent,
+            image=image,
+            image_bytes=source.memory_bytes if image else None,
             start_from=source,
         )
         old_box, before = sandbox.box, msgspec.structs.asdict(doc)
@@ -411,7 +422,7 @@ class Lifecycle:
                 if old_box is not None:
                     self._unbind(sandbox)
                 await self.ignite(sandbox, plan)
-            doc.memory_restored = source.image is not None
+            doc.memory_restored = image is not None
             doc.resumed_from = source.name or source.id
             change()
             await failpoint("restart.ignited")

@@ -10,6 +10,7 @@ from typing import Any
 from forkyard.errors import ConflictError, NotFoundError, UnsupportedError
 from forkyard.host.failpoint import failpoint
 from forkyard.types import CPU_WEIGHT, CheckpointInfo, SnapshotInfo
+from forkyard.wire import VERSION, VERSION_MIN
 from forkyard.yard.background import finish
 from forkyard.yard.context import Context
 from forkyard.yard.machines import Frozen, Limits
@@ -217,13 +218,27 @@ class Snapshots:
         return [checkpoint_info(doc) for doc in self.checkpoints(sandbox)]
 
     def check_restorable(self, doc: SnapshotDoc) -> None:
-        """Raises UnsupportedError if this host's engine cannot restore the memory."""
-        ours = self.context.engine.fingerprint()
-        if doc.image is not None and doc.fingerprint != ours:
-            raise UnsupportedError(
-                f"the memory of snapshot {doc.id} was saved by {doc.fingerprint}, this is {ours}",
-                hint="start it with memory=False: its disk, freshly booted",
-            )
+        """Check that what this host has can restore the memory of a snapshot that has some.
+
+        Raises:
+            UnsupportedError: another engine or CPU saved it, or the agent in it speaks another version of
+                the wire. CorruptSnapshotError: its manifest cannot be read.
+        """
+        images, ours = self.context.images, self.context.engine.fingerprint()
+        if doc.image is None:
+            return
+        if doc.fingerprint != ours:
+            why = f"was saved by {doc.fingerprint}, this is {ours}"
+        elif not images.exists(doc.image):
+            return
+        elif not VERSION_MIN <= (spoken := images.manifest(doc.image).wire) <= VERSION:
+            why = f"has an agent of wire version {spoken}, this speaks {VERSION_MIN} to {VERSION}"
+        else:
+            return
+        raise UnsupportedError(
+            f"the memory of snapshot {doc.id} {why}",
+            hint="start it with memory=False: its disk, freshly booted",
+        )
 
 
 def inherited(doc: SnapshotDoc) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class Yard:
 
     async def start_sandbox(self, request: rq.StartSandbox, caller: rq.Caller) -> ty.SandboxInfo:
         sandbox = self.context.sandboxes.get(request.sandbox)
-        await self.lifecycle.start(sandbox, caller, request.lease)
+        await self.lifecycle.start(sandbox, caller, request.lease, memory=request.memory)
         return sandbox.info()
 
     async def delete_sandbox(self, request: rq.DeleteSandbox, caller: rq.Caller) -> ty.SandboxInfo | None:
