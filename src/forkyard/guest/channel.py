@@ -32,7 +32,8 @@ from forkyard.wire import (
     encode_attach,
 )
 
-READ_BYTES = 1 << 20
+# A turn's worth of one guest's output: whoever floods the daemon keeps others waiting for no more.
+READ_BYTES = 128 << 10
 BACKLOG_BYTES = 1 << 20
 # Several frames: fewer turns between the two sides for the same bytes.
 PIPE_BYTES = 256 << 10
