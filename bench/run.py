@@ -20,8 +20,10 @@ from bench.neighbour import neighbour
 from bench.ours import Build, Forkyard, base_layers, builds, lender
 from bench.pool import acquires
 from bench.rivals import BareRunsc, Docker
+from bench.scale import SCALE
 
-MEASURED = {"floors": floors, **CASES, "pool": acquires, "downloads": downloads, "neighbour": neighbour}
+OURS = {"pool": acquires, "downloads": downloads, "neighbour": neighbour, **SCALE}
+MEASURED = {"floors": floors, **CASES, **OURS}
 RESULTS = Path(__file__).parent / "results"
 
 
