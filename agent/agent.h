@@ -241,6 +241,11 @@ struct stat;
 void put_stat(struct buf *, int dir, const char *name, const struct stat *);
 int make_parents(const char *path, mode_t mode);
 
+/* ---- boot.c: the initramfs of a microVM */
+extern bool microvm;
+void boot(void);
+bool memory_ran_out(void); /* since the last call, for some process, which the kernel has killed */
+
 /* ---- main.c */
 extern bool plain, quiesced, privileged;
 extern int null_fd;

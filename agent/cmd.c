@@ -228,6 +228,7 @@ void cmd_reaped(pid_t pid, int status, uint64_t cpu_us, uint64_t rss_kb) {
         /* A group that we stopped is hung up by the kernel when its last parent goes. */
         if (c->sig == SIGHUP && !c->kill_until && stood_still_ms && now_ms() < stood_still_ms + 2000) c->crowded = true;
         if (c->sig == SIGHUP && (c->kill_until || c->crowded)) c->sig = SIGKILL;
+        if (c->sig == SIGKILL && microvm && memory_ran_out()) c->oom = true;
         c->code = 128 + c->sig;
     } else if (!c->code) {
         c->code = WEXITSTATUS(status);

@@ -166,7 +166,8 @@ static void apply(const char *hostname, const char *machine_id, const uint8_t *s
     if (ns) {
         struct timeval t = {(time_t)(ns / 1000000000), (suseconds_t)(ns / 1000 % 1000000)}, have;
         gettimeofday(&have, NULL);
-        if (labs((long)(have.tv_sec - t.tv_sec)) > 1) settimeofday(&t, NULL); /* EPERM is fine: gVisor's is the host's */
+        /* EPERM is fine: gVisor's is the host's. A microVM's stood still while it was an image. */
+        if (llabs((have.tv_sec - t.tv_sec) * 1000LL + (have.tv_usec - t.tv_usec) / 1000) > 20) settimeofday(&t, NULL);
     }
     if (seedlen) add_entropy(seed, seedlen);
     if (*hostname) {

@@ -96,7 +96,8 @@ static void setup(void) {
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
     } else {
         proc_without_cache();
-        drop_for_children();
+        /* Root in a microVM has a kernel of its own, and may do with it what it likes. */
+        if (!microvm) drop_for_children();
     }
     crc32_init();
     channel_init();
@@ -124,6 +125,7 @@ static void reap(void) {
 }
 
 int main(int argc, char **argv) {
+    if (getpid() == 1 && argc > 0 && !strcmp(argv[0], "/init")) boot();
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--plain")) plain = true;
         if (!strncmp(argv[i], "--net=", 6)) net_ports(argv[i] + 6);

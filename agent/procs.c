@@ -76,6 +76,7 @@ bool procs_scan(struct procs *l, bool marks) {
         p->pid = (pid_t)strtol(e->d_name, NULL, 10);
         if (p->pid == getpid()) continue;
         if (slurp(dirfd(d), e->d_name, "stat", text, sizeof text) <= 0 || !parse_stat(text, p)) continue;
+        if (microvm && (p->pid == 2 || p->ppid == 2)) continue; /* the kernel's own threads */
         struct rlimit r;
         if (marks && prlimit(p->pid, RLIMIT_RSS, NULL, &r) == 0) p->mark = r.rlim_cur;
         l->n++;

@@ -24,6 +24,9 @@ PROGRAMS = [
         "true",
         "wc",
         "whoami",
+        "date",
+        "mount",
+        "umount",
     ),
 ]
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -26,9 +27,11 @@ from forkyard.engines.base import Engine
 from forkyard.engines.fake import Fake
 from forkyard.engines.fake.world import WORLD
 from forkyard.engines.gvisor import GVisor, Runsc
+from forkyard.engines.qemu import Qemu, load_kit
 from forkyard.errors import UnavailableError
 from forkyard.host import mounts, process
 from forkyard.setup.borrow import SYSTEM_HOME
+from forkyard.setup.microvms import kit_dir
 from forkyard.setup.runsc import candidates
 from forkyard.store.disks import DiskStore
 from forkyard.yard.model import SandboxDoc
@@ -41,17 +44,20 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine to test. ``runsc`` is None for the fake one."""
+    """An engine to test: the fake one, or what gVisor or microVMs are run with."""
 
     name: str
     runsc: Path | None = None
     missing: str = ""
+    microvms: Path | None = None
 
     @property
     def real(self) -> bool:
         return self.name != "fake"
 
     async def engine(self, home: Path) -> Engine:
+        if self.microvms is not None:
+            return Qemu(load_kit(self.microvms))
         if self.runsc is None:
             return Fake()
         runsc = await Runsc.probe(self.runsc)
@@ -80,7 +86,22 @@ def kinds() -> list[Any]:
         if why:
             marks.append(pytest.mark.skip(reason=why))
         params.append(pytest.param(Kind(name, found.get(name), why), id=f"gvisor-{name}", marks=marks))
-    return params
+    return [*params, _microvms(homes)]
+
+
+def _microvms(homes: set[Path]) -> Any:
+    """MicroVMs as a pytest parameter."""
+    places = [kit_dir(home) for home in homes]
+    if named := os.environ.get("FORKYARD_TEST_MICROVMS"):
+        places.insert(0, Path(named))
+    found = next((place for place in places if (place / "kit.json").exists()), None)
+    why = "" if found else "no microVMs here: forkyard setup --engine qemu"
+    if os.geteuid() != 0:
+        why = "needs root"
+    marks = [pytest.mark.root, pytest.mark.slow, pytest.mark.qemu, pytest.mark.xdist_group("qemu")]
+    if why:
+        marks.append(pytest.mark.skip(reason=why))
+    return pytest.param(Kind("qemu", missing=why, microvms=found), id="qemu", marks=marks)
 
 
 @dataclass
@@ -128,7 +149,7 @@ class Home:
         left = [f"box {path}" for path in (self.path / "boxes").iterdir()]
         store = self.path / "store"
         layers = {path.name.removesuffix(".json") for path in (store / "layers").iterdir()} - {"base"}
-        left += [f"layer {name}" for name in layers]
+        left += [f"layer {name}" for name in layers - self.warm_layers()]
         left += [f"store box {path}" for path in (store / "boxes").iterdir()]
         images = self.path / "images"
         left += [f"image {p.name}" for p in images.iterdir() if not p.name.startswith(("warm-", "."))]
@@ -137,6 +158,11 @@ class Home:
             return left + [f"toy machine {directory}" for directory in toys]
         left += [f"mount {path}" for path in mounts.mounts_below(self.path / "boxes")]
         return left + [f"process {pid}: {line}" for pid, line in _processes(self)]
+
+    def warm_layers(self) -> set[str]:
+        """The disks that templates' warm images go on with."""
+        found = self.path.glob("images/warm-*/manifest.json")
+        return {layer for path in found for layer in json.loads(path.read_bytes())["layers"]}
 
     def _holds(self, directory: Path) -> bool:
         return directory.is_relative_to(self.path) or directory.is_relative_to(self.short)

@@ -91,7 +91,7 @@ class Settings:
     store_gb: int = 64
     log_level: str = "info"
     trace: Path | None = None
-    engine: str = "gvisor"
+    engine: str = "auto"
     runsc: str | None = None
     platform: str = "auto"
     max_sandboxes: int = 500
@@ -176,7 +176,7 @@ KEYS: dict[str, Key] = {
         Key("store_gb", _whole(1), "a whole number of at least 1"),
         Key("log_level", _one_of("debug", "info", "warning", "error"), "debug, info, warning or error"),
         Key("trace", _path, "an absolute path"),
-        Key("engine", _one_of("gvisor"), "gvisor"),
+        Key("engine", _one_of("auto", "gvisor", "qemu"), "auto, gvisor or qemu"),
         Key("runsc", _text, "the path of a runsc program"),
         Key("platform", _one_of("auto", "systrap", "ptrace", "kvm"), "auto, systrap, ptrace or kvm"),
         Key("max_sandboxes", _whole(1), "a whole number of at least 1"),

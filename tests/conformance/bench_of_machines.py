@@ -30,17 +30,19 @@ class Bench:
     async def spec(self, layers: list[str] | None = None) -> MachineSpec:
         """A box with a disk, and no machine yet."""
         spec = self.place()
-        await self.disks.create_box(spec.box, layers or ["base"], 256)  # type: ignore[attr-defined]
+        create = self.disks.create_image_box if self.engine.own_kernel else self.disks.create_box  # type: ignore[attr-defined]
+        await create(spec.box, layers or ["base"], 256)
         return spec
 
     def place(self) -> MachineSpec:
         """A box without a disk."""
         box = f"bench{len(self._boxes)}"
         self._boxes.append(box)
+        where = self.disks.disk_image if self.engine.own_kernel else self.disks.rootfs  # type: ignore[attr-defined]
         return MachineSpec(
             box=box,
             dir=self.home.short / "boxes" / box,
-            rootfs=self.disks.rootfs(box),  # type: ignore[attr-defined]
+            rootfs=where(box),
             agent=self.agent,
             mem_mb=256,
             disk_mb=256,
@@ -89,7 +91,7 @@ class Bench:
             await self.engine.kill(machine)
         for box in self._boxes:
             await self.disks.remove_box(box)  # type: ignore[attr-defined]
-        await self.disks.sweep([], ["base"])  # type: ignore[attr-defined]
+        await self.disks.sweep([], ["base", *self.home.warm_layers()])  # type: ignore[attr-defined]
 
 
 async def out(guest: Guest, command: str, *, user: str = "root") -> str:

@@ -138,13 +138,13 @@ class Failing:
 
 async def test_all_forks_or_none(yard: TestYard, box: str) -> None:
     machines = yard.context.machines
-    real = machines.engine
-    machines.engine = Failing(real, 3)
+    real = machines.engines
+    machines.engines = {name: Failing(engine, 3) for name, engine in real.items()}
     try:
         with pytest.raises(ForkError, match="made to fail"):
             await yard.fork(box, 5, prefix="f")
     finally:
-        machines.engine = real
+        machines.engines = real
     assert [one.doc.name for one in yard.context.sandboxes] == ["box"]
     assert yard.context.snapshots == {}
     before = await yard.count(box, "n")
@@ -277,13 +277,13 @@ async def test_a_failed_rewind_keeps_the_present(yard: TestYard, box: str) -> No
     await yard.checkpoint(box, "c")
     await yard.write(box, file=b"present")
     machines = yard.context.machines
-    real = machines.engine
-    machines.engine = Failing(real, 1)
+    real = machines.engines
+    machines.engines = {name: Failing(engine, 1) for name, engine in real.items()}
     try:
         with pytest.raises(InternalError, match="made to fail"):
             await yard.rewind(box)
     finally:
-        machines.engine = real
+        machines.engines = real
     assert (await yard.info(box)).state == "running"
     assert await yard.read(box, "file") == b"present"
     # and it is watched as before: its death is noticed

@@ -28,7 +28,7 @@ def read(tmp_path: Path):
 def test_defaults(read, tmp_path):
     got = read()
     assert got.home == tmp_path
-    assert got.engine == "gvisor" and got.platform == "auto" and got.runsc is None
+    assert got.engine == "auto" and got.platform == "auto" and got.runsc is None
     assert got.defaults == config.Defaults()
     assert (got.defaults.template, got.defaults.type, got.defaults.egress) == ("base", "small", "deny")
 

@@ -34,8 +34,10 @@ Examples:
               help="For this user alone, in a user namespace (what happens without root anyway).")
 @click.option("--images", is_flag=True,
               help="Also install what building and pulling images needs (buildah and skopeo).")
+@click.option("--engine", type=click.Choice(["gvisor", "qemu"]), default="gvisor", show_default=True,
+              help="qemu: also what microVMs need, QEMU and a kernel.")
 def setup_verb(newest: bool, tune: bool | None, store_gb: int | None, as_user: bool,
-               images: bool) -> None:
+               images: bool, engine: str) -> None:
     """Make this machine ready: engine, store, base template.
 
     What is there already is left alone, so it can be run again at any time. It says what it does.
@@ -51,7 +53,9 @@ def setup_verb(newest: bool, tune: bool | None, store_gb: int | None, as_user: b
         raise click.UsageError("--user is for the user who is to have it, and this is root")
     settings = config.load({"store_gb": store_gb})
     userns.enter(settings.home, settings.socket)
-    report = asyncio.run(run_setup(settings, newest=newest, tune=tune, images=images))
+    report = asyncio.run(
+        run_setup(settings, newest=newest, tune=tune, images=images, microvms=engine == "qemu")
+    )
     print(f"{report.home} is ready ({report.ms / 1000:.1f} s)")
 
 

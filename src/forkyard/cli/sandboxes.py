@@ -44,6 +44,7 @@ Examples:
 @click.option("--template", metavar="T", help="Start from a template (default: base).")
 @click.option("--image", metavar="I", help="Start from a container image.")
 @click.option("--no-memory", is_flag=True, help="With --from: boot afresh on the snapshot's disk.")
+@click.option("--engine", type=click.Choice(["auto", "gvisor", "qemu"]), help="What runs it.")
 @click.option("--user", metavar="U", help="Who runs its commands.")
 @env_option
 @label_option("Mark it. Repeatable.")
@@ -54,7 +55,7 @@ Examples:
 def new_verb(
     app: App, name: str | None, type_: str | None, cpus: float | None, cpu_weight: int | None,
     mem_mb: int | None, disk_mb: int | None, snapshot: str | None, template: str | None,
-    image: str | None, no_memory: bool,
+    image: str | None, no_memory: bool, engine: str | None,
     user: str | None, env: tuple[tuple[str, str], ...], labels: tuple[tuple[str, str], ...],
     wait_s: float, ttl_s: float | None, auto_stop_s: float | None, egress: str | None,
     allow: tuple[str, ...], quiet: bool, as_json: bool,
@@ -69,7 +70,8 @@ def new_verb(
         raise click.UsageError("--no-memory needs --from")
     arguments = given(
         name=name, type=type_, cpus=cpus, cpu_weight=cpu_weight, mem_mb=mem_mb, disk_mb=disk_mb,
-        snapshot=snapshot, template=template, image=image, user=user, env=dict(env), labels=dict(labels),
+        snapshot=snapshot, template=template, image=image, engine=engine, user=user, env=dict(env),
+        labels=dict(labels),
         wait_s=wait_s or None, ttl_min=minutes(ttl_s), auto_stop_min=minutes(auto_stop_s),
         egress=egress, egress_allow=list(allow) or None, memory=False if no_memory else None,
     )

@@ -1,4 +1,4 @@
-"""Engines: what runs a sandbox's machine. The yard opens the one that set-up chose."""
+"""Engines: what runs a sandbox's machine. The yard opens those that set-up chose."""
 
 from __future__ import annotations
 
@@ -8,16 +8,39 @@ from pathlib import Path
 from forkyard.config import Settings
 from forkyard.engines.base import Engine
 from forkyard.engines.gvisor import GVisor, Runsc
+from forkyard.engines.qemu import Qemu, load_kit
 from forkyard.errors import UnavailableError
 
 
-async def open_engine(settings: Settings, home: Path) -> Engine:
-    """The engine of the yard in ``home``: the one in ``engine/engine.json``, or in the settings.
+async def open_engines(settings: Settings, home: Path) -> dict[str, Engine]:
+    """The engines of the yard in ``home``, by name: the default one first, as the settings say or,
+    where they leave it open, microVMs if the CPU runs them (KVM) and else gVisor.
 
     Raises:
-        UnavailableError: set-up has not chosen one yet.
+        UnavailableError: set-up has not chosen one yet, or not the one in the settings.
         UnsupportedError: the chosen one does not run here.
     """
+    found: dict[str, Engine] = {}
+    lacking: dict[str, UnavailableError] = {}
+    try:
+        found["gvisor"] = await _gvisor(settings, home)
+    except UnavailableError as error:
+        lacking["gvisor"] = error
+    try:
+        found["qemu"] = qemu = Qemu(load_kit(home / "engine" / "qemu"))
+        usual = "qemu" if qemu.kit.accel == "kvm" else "gvisor"
+    except UnavailableError as error:
+        lacking["qemu"] = error
+        usual = "gvisor"
+    first = usual if settings.engine == "auto" else settings.engine
+    if first not in found and settings.engine == "auto" and found:
+        first = next(iter(found))
+    if first not in found:
+        raise lacking[first]
+    return {first: found.pop(first), **found}
+
+
+async def _gvisor(settings: Settings, home: Path) -> GVisor:
     chosen: dict[str, str] = {}
     try:
         chosen = json.loads((home / "engine" / "engine.json").read_text())

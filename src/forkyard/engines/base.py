@@ -23,7 +23,7 @@ class MachineSpec:
     Attributes:
         box: Id of the box, unique on the host; never a guest's or a user's words.
         dir: The box's own directory for runtime files (FIFOs, pid, engine state).
-        rootfs: The mounted root directory.
+        rootfs: The mounted root directory, or the image of the disk (see :attr:`Engine.own_kernel`).
         agent: Directory that holds the guest agent, mounted read-only in the guest. An
             image is restored with the very agent it was saved with.
         mem_mb, disk_mb, processes: The limits that the guest's own kernel enforces.
@@ -73,6 +73,11 @@ class Engine(Protocol):
     name: str
     shares_files: bool
     """Whether guests reach files of the host, the agent's among them."""
+    own_kernel: bool
+    """Whether each machine has a kernel of its own: with a disk of its own for it (``spec.rootfs`` is that
+    disk's image), which it caches and must write out, and memory that it divides itself."""
+    boot_timeout_s: float
+    """How long its agent may take to answer after a boot."""
 
     def fingerprint(self) -> str:
         """Identifies what can restore an image made now: engine, version, platform, CPU flags."""

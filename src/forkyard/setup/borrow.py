@@ -12,7 +12,9 @@ import shutil
 from pathlib import Path
 
 from forkyard.config import Settings
-from forkyard.errors import ConflictError
+from forkyard.engines.qemu import load_kit
+from forkyard.engines.qemu.kit import write_kit
+from forkyard.errors import ConflictError, UnavailableError
 from forkyard.host import mounts
 from forkyard.host.files import rmtree, write_atomic
 from forkyard.setup import runsc
@@ -67,6 +69,7 @@ async def quick_setup(settings: Settings) -> bool:
     (home / "engine").mkdir(parents=True, exist_ok=True)
     if runsc.read_engine(home) is None or runsc.read_engine(home) != engine:
         write_atomic(runsc.engine_file(home), json.dumps(engine, indent=1) + "\n", mode=0o644)
+    _borrow_microvms(other, home)
     _copy_warm_images(other, home)
     mine = read_template(home, "base")
     if mine is not None and mine["key"] == template["key"]:
@@ -81,6 +84,18 @@ async def quick_setup(settings: Settings) -> bool:
         await disks.close(unmount=False)
     write_template(home, template | {"from": str(other)})
     return True
+
+
+def _borrow_microvms(other: Path, home: Path) -> None:
+    """Use the other home's QEMU and kernel, if it has any and this one none of its own."""
+    own = home / "engine" / "qemu"
+    with contextlib.suppress(UnavailableError):
+        kit = load_kit(other / "engine" / "qemu")
+        with contextlib.suppress(UnavailableError):
+            load_kit(own)
+            return
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_kit(kit, own)
 
 
 def _copy_warm_images(other: Path, home: Path) -> None:

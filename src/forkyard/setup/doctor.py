@@ -22,10 +22,12 @@ from typing import Any
 
 from forkyard.config import Settings, short
 from forkyard.engines.gvisor import Runsc
+from forkyard.engines.qemu import load_kit
 from forkyard.errors import ConflictError, ForkyardError, UnavailableError, UnsupportedError
 from forkyard.host import mounts, probe, process, userns
 from forkyard.host.files import rmtree
 from forkyard.setup import runsc
+from forkyard.setup.microvms import boot_ms, kit_dir
 from forkyard.setup.templates import layer_paths, read_template
 from forkyard.setup.trial import agent_dir, open_trial
 from forkyard.store.disks import DiskStore
@@ -340,6 +342,18 @@ async def _machine(settings: Settings) -> _Finding:
     return _Finding(", ".join(f"{verb} {ms:.0f} ms" for verb, ms in took.items()))
 
 
+async def _microvms(settings: Settings) -> _Finding:
+    """Boot one, if this home has what it takes."""
+    try:
+        kit = load_kit(kit_dir(settings.home))
+    except UnavailableError as error:
+        asked = settings.engine == "qemu"
+        return _Finding(error.message, error.hint if asked else "", ok=not asked)
+    took = await boot_ms(kit, settings.home)
+    how = "on KVM" if kit.accel == "kvm" else "translated: a program takes 12 to 25 times its time"
+    return _Finding(f"QEMU {kit.version}, Linux {kit.kernel}, {how}; boot {took / 1000:.1f} s")
+
+
 async def _template(settings: Settings) -> _Finding:
     record: dict[str, Any] | None = read_template(settings.home, "base")
     if record is None:
@@ -392,6 +406,7 @@ _CHECKS: list[tuple[str, Probe]] = [
     ("store", _store),
     ("engine", _engine),
     ("machine", _machine),
+    ("microVMs", _microvms),
     ("base", _template),
     ("rcu", _rcu),
     ("kvm", _kvm),

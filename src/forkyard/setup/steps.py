@@ -27,6 +27,7 @@ from forkyard.host.files import write_atomic
 from forkyard.oci.tools import PACKAGES as IMAGE_PROGRAMS
 from forkyard.setup import apt, debian, runsc
 from forkyard.setup.borrow import find_lender, quick_setup
+from forkyard.setup.microvms import set_up_microvms
 from forkyard.setup.newest import build_newest
 from forkyard.setup.progress import Progress, progress_for, step
 from forkyard.setup.recipes import BASE
@@ -66,6 +67,7 @@ async def run_setup(
     newest: bool = False,
     tune: bool | None = None,
     images: bool = False,
+    microvms: bool = False,
 ) -> Report:
     """Make ``settings.home`` ready to run sandboxes. What is there already is left alone.
 
@@ -74,6 +76,7 @@ async def run_setup(
         newest: Build the newest runsc from source (needs Go) and use it.
         tune: True sets the host-wide ``rcu_expedited``, False takes it back, None leaves it.
         images: Install what building and pulling images needs.
+        microvms: Get what the engine qemu needs.
 
     Raises:
         UnsupportedError: something that this host lacks, with what to do.
@@ -99,6 +102,8 @@ async def run_setup(
         await _warm(settings, show, report)
         if images:
             await _images(show)
+        if microvms:
+            await set_up_microvms(settings, show)
         if tune is not None:
             _tune(tune, show)
     engine = runsc.read_engine(home) or {}

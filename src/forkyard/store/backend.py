@@ -20,7 +20,10 @@ from forkyard.host import files
 from forkyard.host.process import find_program
 from forkyard.store.btrfs import QuotaKind, Volume, subvolume_id
 
-__all__ = ["Backend", "BtrfsBackend", "PlainBackend"]
+__all__ = ["DISK_IMAGE", "Backend", "BtrfsBackend", "PlainBackend"]
+
+# In a volume whose machine has a disk of its own, and no tree in ``up``.
+DISK_IMAGE = "disk.img"
 
 
 class Backend(Protocol):
@@ -162,9 +165,14 @@ class PlainBackend:
         path.mkdir(mode=0o700)
         (path / "wk").mkdir(mode=0o700)
         if go_on and parent is not None:
-            self._copy(parent / "up", path)
+            self._copy_all(parent, path)
         else:
             (path / "up").mkdir(mode=0o755)
+
+    def _copy_all(self, volume: Path, into: Path) -> None:
+        self._copy(volume / "up", into)
+        if (volume / DISK_IMAGE).exists():
+            self._copy(volume / DISK_IMAGE, into)
 
     def _copy(self, source: Path, into: Path) -> None:
         argv = [find_program("cp"), "-a", "--reflink=auto", "--", f"{source}", f"{into}/"]
@@ -181,7 +189,7 @@ class PlainBackend:
         copy = self.tmp / f"seal-{secrets.token_hex(8)}"
         copy.mkdir(mode=0o700)
         try:
-            self._copy(source / "up", copy)
+            self._copy_all(source, copy)
             with contextlib.ExitStack() as stack:
                 fd = os.open(copy, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, fd)

@@ -7,6 +7,8 @@ On disk, all of it below the home::
       layers/<layer>/up     a sealed layer (the volume around it is read-only)
       layers/<layer>.json   what is known about it, or where an external one lies
       boxes/<box>/{up,wk}   a box's upper and overlayfs' work directory
+      boxes/<box>/disk.img  instead of a tree: the disk of a machine with a kernel of its own
+      images/<digest>/      layers as such a disk
       tmp/                  whatever a crash leaves here goes at the next start
     boxes/<box>/rootfs      a box's root, mounted: its layers under its upper
 
@@ -26,7 +28,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -35,9 +36,11 @@ from forkyard.host import files, mounts
 from forkyard.host.failpoint import failpoint_in_thread
 from forkyard.host.process import TaskStarter
 from forkyard.store import overlay
-from forkyard.store.backend import Backend, BtrfsBackend, PlainBackend
+from forkyard.store.backend import DISK_IMAGE, Backend, BtrfsBackend, PlainBackend
+from forkyard.store.boxes import BoxDisk, Stray
 from forkyard.store.btrfs import Volume, is_btrfs
 from forkyard.store.changed import Changed, changed_since
+from forkyard.store.diskimages import DiskImages
 from forkyard.store.layers import Layers, Source, inherit
 from forkyard.store.loopfile import GIB, LoopFile
 from forkyard.store.overlay import Difference, Layer, Unreadable
@@ -67,24 +70,6 @@ class _DirtySource(Protocol):
     def dirty_mb(self) -> float: ...
 
 
-@dataclass(frozen=True, slots=True)
-class BoxDisk:
-    """A box's disk: mounted on ``rootfs``; ``volume`` is what a seal seals."""
-
-    box: str
-    rootfs: Path
-    volume: Path
-    layers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stray:
-    """Something that nothing owns: a ``box`` or a ``layer``, by its id."""
-
-    kind: Literal["box", "layer"]
-    name: str
-
-
 class DiskStore:
     """All disks of one home.
 
@@ -112,6 +97,7 @@ class DiskStore:
         self._max_bytes = settings.store_gb * GIB
         self._backend: Backend | None = None
         self._layers: Layers | None = None
+        self._images: DiskImages | None = None
         self._spares: Spares | None = None
         self._limits: dict[str, int] = {}
         self._measured: dict[str, int] = {}
@@ -133,13 +119,14 @@ class DiskStore:
         """
         self._pool = ThreadPoolExecutor(6, thread_name_prefix="disks")
         backend = None if self._plain else await self._open_btrfs()
-        for name in ("layers", "boxes", "tmp"):
+        for name in ("layers", "boxes", "images", "tmp"):
             (self.root / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.home / "boxes").mkdir(mode=0o700, exist_ok=True)
         self._backend = backend or PlainBackend(self.root, self.root / "tmp")
         self.kind = self._backend.kind
         self._room = Room(self._backend, self._file, self._thread)
         self._layers = Layers(self.root / "layers", self.root / "tmp", self._backend)
+        self._images = DiskImages(self.root / "images", self.root / "tmp", self._backend, self._layers)
         if clear:
             await self._thread(self._clear_tmp)
         with contextlib.suppress(CapacityError):  # full to the last block: what can be deleted, can be
@@ -176,7 +163,7 @@ class DiskStore:
         if unmount is None:
             unmount = not any((self.root / "boxes").iterdir())
         self._backend.close()
-        self._backend = self._layers = self._spares = self._room = None
+        self._backend = self._layers = self._spares = self._images = self._room = None
         if unmount and self._file is not None:
             await self._thread(self._file.close)
         if self._pool is not None:
@@ -222,6 +209,12 @@ class DiskStore:
         return self._layers
 
     @property
+    def images(self) -> DiskImages:
+        if self._images is None:
+            raise InternalError("the disk store is not open")
+        return self._images
+
+    @property
     def quota(self) -> str:
         """What enforces ``disk_mb``: ``simple``, ``groups`` or ``none`` (a watch)."""
         return self.backend.quota
@@ -234,6 +227,10 @@ class DiskStore:
     def rootfs(self, box: str) -> Path:
         """Where a box's root is mounted."""
         return self.home / "boxes" / box / "rootfs"
+
+    def disk_image(self, box: str) -> Path:
+        """The disk of a box made by :meth:`create_image_box`."""
+        return self._volume(box) / DISK_IMAGE
 
     async def _thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run ``function`` in a thread. A cancellation takes effect when it has ended, so that
@@ -304,6 +301,26 @@ class DiskStore:
                 self._remove(box)
             raise
         return BoxDisk(box, self.rootfs(box), volume, tuple(below))
+
+    async def create_image_box(self, box: str, layers: list[str], disk_mb: int) -> BoxDisk:
+        """As :meth:`create_box`, for a machine with a kernel of its own: its disk, ``disk_mb`` large, is the
+        file :meth:`disk_image`, a copy of what ``layers`` hold. No layer is below it.
+
+        Raises:
+            InvalidRequestError: that does not fit in ``disk_mb``. Others: see :meth:`create_box`.
+        """
+        volume = self._volume(box)
+        if not await self.room.have(_FLOOR):
+            raise self.room.full()
+        try:
+            await self.images.create_box(volume, layers, disk_mb, self._thread)
+        except FileExistsError as error:
+            raise ConflictError(f"box {box} has a disk already") from error
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._remove(box)
+            raise
+        return BoxDisk(box, self.disk_image(box), volume, ())
 
     def _create(
         self, volume: Path, layers: list[str], lowers: list[Path], rootfs: Path, limit_mb: int
@@ -534,6 +551,7 @@ class DiskStore:
         """Delete a layer; boxes that still have it mounted keep it until they go. Idempotent."""
         if self._spares is not None:
             await self._thread(self._spares.drop, layer)
+        await self._thread(self.images.drop_of, layer)
         await self._thread(self.layers.drop, layer)
 
     def layer_path(self, layer: str) -> Path:
@@ -562,7 +580,8 @@ class DiskStore:
         for directory in (self.root / "boxes", self.home / "boxes"):
             found.update(path.name for path in directory.iterdir() if path.is_dir())
         result = [Stray("box", name) for name in sorted(found - boxes)]
-        return result + [Stray("layer", name) for name in sorted(self.layers.all() - layers)]
+        result += [Stray("layer", name) for name in sorted(self.layers.all() - layers)]
+        return result + [Stray("image", name) for name in self.images.strays(layers)]
 
     async def sweep(self, known_boxes: Iterable[str], known_layers: Iterable[str]) -> list[Stray]:
         """Remove whatever :meth:`stray` finds, and return it; strays' processes must be gone."""
@@ -575,5 +594,7 @@ class DiskStore:
         for stray in strays:
             if stray.kind == "box":
                 await self.remove_box(stray.name)
-            else:
+            elif stray.kind == "layer":
                 await self.drop_layer(stray.name)
+            else:
+                await self._thread(self.images.drop, stray.name)

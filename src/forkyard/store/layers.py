@@ -12,10 +12,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from forkyard.errors import ConflictError, CorruptSnapshotError, InternalError, NotFoundError
+from forkyard.errors import (
+    ConflictError,
+    CorruptSnapshotError,
+    InternalError,
+    NotFoundError,
+    UnsupportedError,
+)
 from forkyard.host import files, process
 from forkyard.host.failpoint import failpoint_in_thread
-from forkyard.store.backend import Backend
+from forkyard.store.backend import DISK_IMAGE, Backend
 
 __all__ = ["Layers", "Source", "inherit", "inherited"]
 
@@ -83,6 +89,11 @@ class Layers:
     def path(self, layer: str) -> Path:
         """The directory to mount as a lower. See :meth:`DiskStore.layer_path` for what it raises."""
         directory = self._directory(layer)
+        if (directory / DISK_IMAGE).exists():
+            raise UnsupportedError(
+                f"layer {layer} is a microVM's disk, which the host does not look into",
+                hint="start it on the engine that made it",
+            )
         reference = self.record(layer).get("ref")
         up = Path(reference) if reference else directory / "up"
         if not up.is_dir():
@@ -107,7 +118,8 @@ class Layers:
         record = self.record(layer)
         known = record.get("bytes")
         if known is None:
-            known = files.tree_bytes(self.path(layer))
+            image = self._directory(layer) / DISK_IMAGE
+            known = image.stat().st_blocks * 512 if image.exists() else files.tree_bytes(self.path(layer))
             if record:
                 self._write_record(layer, {**record, "bytes": known}, durable=False)
         return int(known)

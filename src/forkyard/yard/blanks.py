@@ -30,8 +30,8 @@ AT_ONCE = 2
 
 K = TypeVar("K")
 S = TypeVar("S")
-# The agent, and what the guest's kernel is told of memory, disk and processes.
-Kind = tuple[str, int, int, int]
+# The engine, the agent, and what the guest's kernel is told of memory, disk and processes.
+Kind = tuple[str, str, int, int, int]
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ EVENT_BACKLOG = 1000
 
 @dataclass(slots=True)
 class Context:
-    """Everything a part of the yard may use. ``agent`` is the digest of the current agent."""
+    """Everything a part of the yard may use. ``agent`` is the digest of the current agent, ``engines`` are
+    by name, the default one first."""
 
     settings: Settings
     home: Path
-    engine: Engine
+    engines: Mapping[str, Engine]
     catalog: Catalog
     disks: DiskStore
     images: Images
@@ -47,6 +48,11 @@ class Context:
 
     def __post_init__(self) -> None:
         self.events = Events()
+
+    @property
+    def engine(self) -> Engine:
+        """The one that is used where none is asked for."""
+        return next(iter(self.engines.values()))
 
     async def save(
         self,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from forkyard.errors import CapacityError, ConflictError
+from forkyard.errors import CapacityError, ConflictError, UnsupportedError
 from forkyard.requests import Caller, DiffRequest
 from forkyard.store.overlay import Difference, Entry, Unreadable
 from forkyard.types import Change, Diff
@@ -93,6 +93,7 @@ class Diffs:
 
     async def _of(self, sandbox: Sandbox, since: str | None, caps: Caps, stopped: threading.Event) -> Diff:
         begun = time.perf_counter()
+        self._check(sandbox.doc.engine)
         async with contextlib.AsyncExitStack() as stack:
             async with locked(sandbox):
                 old = self._past(sandbox, since)
@@ -114,12 +115,21 @@ class Diffs:
             compared = time.perf_counter()
         return collector.diff((frozen - begun) * 1e3, (compared - frozen) * 1e3)
 
+    def _check(self, engine: str) -> None:
+        """Raises UnsupportedError for disks that the host does not look into: file systems that a
+        guest's own kernel has written."""
+        if self.context.machines.engine(engine).own_kernel:
+            raise UnsupportedError(
+                f"there is no diff of {engine} sandboxes in this version", hint="compare inside or use gvisor"
+            )
+
     def _past(self, sandbox: Sandbox, since: str | None) -> list[str]:
         """The layers to compare with."""
         if since is not None:
             own = {kept.id: kept for kept in self.snapshots.checkpoints(sandbox)}
             labelled = {kept.name: kept for kept in own.values() if kept.name}
             kept = own.get(since) or labelled.get(since) or self.snapshots.get(since)
+            self._check(kept.engine)
             return list(kept.layers)
         if not sandbox.doc.origin:
             raise ConflictError(

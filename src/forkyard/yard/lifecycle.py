@@ -247,7 +247,7 @@ class Lifecycle:
         self.admission.running = len(self._boxes)
         sandbox.touch()
         sandbox.measured_at = 0.0
-        if box.cgroup is not None:
+        if box.cgroup is not None and not box.engine.own_kernel:
             sandbox.memory_watch = box.cgroup.watch_memory(
                 asyncio.get_running_loop(),
                 lambda used, limit: overuse.of_memory(self.context, sandbox, box, used),

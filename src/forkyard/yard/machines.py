@@ -13,13 +13,20 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forkyard.engines.base import Engine, Machine, MachineSpec
-from forkyard.errors import ConflictError, DeadlineError, ForkyardError, InternalError, SandboxLostError
+from forkyard.errors import (
+    ConflictError,
+    DeadlineError,
+    ForkyardError,
+    InternalError,
+    SandboxLostError,
+    UnsupportedError,
+)
 from forkyard.guest import Guest, Identity
 from forkyard.host.cgroup import CgroupBox, Cgroups, thread_limit
 from forkyard.host.failpoint import failpoint
@@ -31,14 +38,16 @@ from forkyard.store.images import Images
 from forkyard.types import CPU_WEIGHT
 from forkyard.yard import names
 from forkyard.yard.ahead import Ahead
-from forkyard.yard.background import Services, begin, finish, insist
+from forkyard.yard.background import Services, begin, finish
 from forkyard.yard.blanks import Blanks, Kind
+from forkyard.yard.undo import UNDO_DEADLINE_S, Undo, within
 
 log = logging.getLogger("forkyard.yard")
 
-UNDO_DEADLINE_S = 60
 ATTACH_TIMEOUT_S = 20
 QUIESCE_S = 0.25
+# The guest runs meanwhile.
+SYNC_S = 5.0
 PAUSED_S = 2.0
 AHEAD_ANSWERS_S = 2.0
 # Above this much dirty data a seal would make the paused source wait for the disk.
@@ -52,7 +61,7 @@ AGENT_NAME = "fy-agent"
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``cpus``, ``cpu_weight`` and ``mem_mb`` bind on the host; ``shape_*`` and ``processes`` are what the
-    guest's kernel was booted with, and stay with its memory image."""
+    guest's kernel was booted with, and stay with its memory image; ``engine`` is whose kernel that is."""
 
     cpus: float
     mem_mb: int
@@ -60,6 +69,7 @@ class Limits:
     shape_mem_mb: int
     shape_disk_mb: int
     processes: int
+    engine: str
     cpu_weight: int = CPU_WEIGHT
 
 
@@ -83,7 +93,7 @@ class Start:
     def kind(self) -> Kind:
         """All that a box made ahead depends on."""
         limits = self.limits
-        return self.agent, limits.shape_mem_mb, limits.shape_disk_mb, limits.processes
+        return limits.engine, self.agent, limits.shape_mem_mb, limits.shape_disk_mb, limits.processes
 
 
 @dataclass(slots=True)
@@ -93,6 +103,7 @@ class Site:
     id: str
     cgroup: CgroupBox | None
     spec: MachineSpec
+    engine: Engine
     prepared: Any = None
 
     @property
@@ -110,6 +121,7 @@ class Box:
     guest: Guest
     cgroup: CgroupBox | None
     layers: list[str]
+    engine: Engine
     start_ms: float = 0.0
     steps_ms: dict[str, float] = field(default_factory=dict)
 
@@ -133,20 +145,21 @@ class Machines:
 
     Args:
         home: The yard's directory, by a path short enough for sockets below it.
+        engines: By name, the one that is used by default first.
         tg: Where the channels' readers run.
     """
 
     def __init__(
         self,
         home: Path,
-        engine: Engine,
+        engines: Mapping[str, Engine],
         disks: DiskStore,
         images: Images,
         cgroups: Cgroups,
         tg: Services,
     ) -> None:
         self.home = home
-        self.engine = engine
+        self.engines = engines
         self.disks = disks
         self.images = images
         self.cgroups = cgroups
@@ -159,6 +172,20 @@ class Machines:
 
     def box_dir(self, box: str) -> Path:
         return self.home / "boxes" / box
+
+    def engine(self, name: str) -> Engine:
+        """The engine of that name.
+
+        Raises:
+            UnsupportedError: this yard does not have it.
+        """
+        found = self.engines.get(name)
+        if found is None:
+            raise UnsupportedError(
+                f"engine {name!r} is not set up here: there is {', '.join(self.engines)}",
+                hint=f"forkyard setup --engine {name}",
+            )
+        return found
 
     def agent_dir(self, digest: str) -> Path:
         return self.home / "agents" / digest
@@ -191,7 +218,7 @@ class Machines:
 
     async def _hand_over(self, box: Box, start: Start, begun: float, *, waited: bool = False) -> Box:
         """Give a machine its limits and its name; it is ended if that fails."""
-        async with _Undo(self.tg) as undo:
+        async with Undo(self.tg) as undo:
             undo.push(self.end, box)
             await failpoint("start.heard")
             named = time.perf_counter()
@@ -218,10 +245,11 @@ class Machines:
         """Start a machine and hear its agent; it has neither a name nor limits yet."""
         begun = time.perf_counter()
         blank = None
-        if start.image is not None:
+        engine = self.engine(start.limits.engine)
+        if start.image is not None and not engine.own_kernel:
             with span("take a blank"):
                 blank = await self.blanks.take(start.kind)
-        async with _Undo(self.tg) as undo:
+        async with Undo(self.tg) as undo:
             marks: dict[str, float] = {}
             if blank is not None and not blank.alive:
                 await self._drop_blank(blank)
@@ -237,24 +265,25 @@ class Machines:
                 site.cgroup.update(cpu_weight=start.limits.cpu_weight)
             await failpoint("start.laid_out")
             with span("disk", layers=len(start.layers)):
-                disk = await self.disks.create_box(site.id, start.layers, start.limits.disk_mb)
+                create = self.disks.create_image_box if engine.own_kernel else self.disks.create_box
+                disk = await create(site.id, start.layers, start.limits.disk_mb)
             await failpoint("start.disk")
             marks["site"] = time.perf_counter()
             with span("engine", blank=blank is not None, memory=start.image is not None):
                 if start.image is None:
-                    machine = await self.engine.boot(site.spec)
+                    machine = await engine.boot(site.spec)
                 else:
-                    machine = await self.engine.restore(site.spec, start.image, site.prepared)
-            undo.push(self.engine.kill, machine)
+                    machine = await engine.restore(site.spec, start.image, site.prepared)
+            undo.push(engine.kill, machine)
             await failpoint("start.engine")
             marks["engine"] = time.perf_counter()
             guest = Guest(machine.to_guest, machine.from_guest, box=site.id)
             undo.push(guest.close)
             start.serve(guest)
             with span("hear"):
-                await self._hear(machine, guest)
+                await self._hear(machine, guest, engine.boot_timeout_s)
             marks["agent"] = time.perf_counter()
-            box = Box(site.id, machine, guest, site.cgroup, list(disk.layers))
+            box = Box(site.id, machine, guest, site.cgroup, list(disk.layers), engine)
             undo.keep()
         if site.cgroup is not None:
             begin(self.tg, self._set_apart(box, site.cgroup))
@@ -268,13 +297,15 @@ class Machines:
         """Make the place for a machine: a cgroup without limits yet; its disk comes last."""
         box_id = names.box_id()
         cgroup = self.cgroups.create(box_id) if self.cgroups.available else None
-        return Site(box_id, cgroup, self._spec(box_id, start, cgroup))
+        engine = self.engine(start.limits.engine)
+        return Site(box_id, cgroup, self._spec(box_id, start, cgroup), engine)
 
-    @staticmethod
-    def _limit(cgroup: CgroupBox, limits: Limits) -> None:
+    def _limit(self, cgroup: CgroupBox, limits: Limits) -> None:
+        # A kernel that divides its memory itself needs the host's limit only around what holds it.
+        reserve_mb = RESERVE_MB * (2 if self.engine(limits.engine).own_kernel else 1)
         cgroup.update(
             mem_mb=limits.mem_mb,
-            mem_reserve_mb=RESERVE_MB + limits.mem_mb // 8,
+            mem_reserve_mb=reserve_mb + limits.mem_mb // 8,
             cpu_weight=limits.cpu_weight,
             pids=thread_limit(limits.processes),
         )
@@ -285,7 +316,7 @@ class Machines:
         Nobody waits for it; a box that ends meanwhile needs it no more."""
 
         def apart() -> None:  # it looks at each of the box's processes
-            root = self.engine.guest_root(box.machine, cgroup.pids())
+            root = box.engine.guest_root(box.machine, cgroup.pids())
             if root is not None:
                 cgroup.set_apart(root)
 
@@ -295,13 +326,13 @@ class Machines:
     # -- boxes made ahead --------------------------------------------------------------
 
     async def _make_blank(self, kind: Kind) -> Site | None:
-        agent, mem_mb, disk_mb, processes = kind
-        limits = Limits(0, mem_mb, disk_mb, mem_mb, disk_mb, processes)
-        async with _Undo(self.tg) as undo:
+        engine, agent, mem_mb, disk_mb, processes = kind
+        limits = Limits(0, mem_mb, disk_mb, mem_mb, disk_mb, processes, engine)
+        async with Undo(self.tg) as undo:
             site = self._lay_out(Start([], limits, names.identity("blank", "", generation=0), agent))
             undo.push(self.remove, site.id)
             with span("make a blank"):
-                site.prepared = await self.engine.prepare(site.spec)
+                site.prepared = await self.engine(engine).prepare(site.spec)
             await failpoint("blank.prepared")
             if site.prepared is None:
                 return None
@@ -310,7 +341,7 @@ class Machines:
 
     async def _drop_blank(self, site: Site) -> None:
         async def drop() -> None:
-            await _within(self.engine.discard(site.prepared))
+            await within(site.engine.discard(site.prepared))
             await self.remove(site.id)
 
         await finish(self.tg, drop())  # nobody else knows of it
@@ -344,17 +375,17 @@ class Machines:
                 box.guest.lost(SandboxLostError(why, cause="host"))
             await box.guest.close()
             with span("kill"):
-                await _within(self.engine.kill(box.machine))
-            await _within(failpoint("end.killed"))
+                await within(box.engine.kill(box.machine))
+            await within(failpoint("end.killed"))
             await self.remove(box.id)
-            await _within(failpoint("end.removed"))
+            await within(failpoint("end.removed"))
 
     async def remove(self, box_id: str) -> None:
         """Remove what a box whose processes are gone left on the host."""
-        await _within(self.disks.remove_box(box_id))
+        await within(self.disks.remove_box(box_id))
         cgroup = self.cgroups.find(box_id)
         if cgroup is not None:
-            await _within(_drop_group(cgroup))
+            await within(_drop_group(cgroup))
         await asyncio.to_thread(rmtree, self.box_dir(box_id))
 
     async def freeze(self, box: Box, layer: str, image: str | None) -> Frozen:
@@ -393,7 +424,11 @@ class Machines:
         quiesced = False
         # One that forged the wire is lost for that, afterwards.
         with span("quiesce"), contextlib.suppress(ForkyardError):
-            quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
+            if box.engine.own_kernel:
+                # Whoever starts its disk alone finds on it what the guest believed to have written.
+                quiesced = await box.guest.quiesce(SYNC_S, sync=True)
+            else:
+                quiesced = await box.guest.quiesce(QUIESCE_S, sync=image is None)
         paused = time.perf_counter()
         try:
             done = await finish(self.tg, self._while_paused(box, layer, image))
@@ -433,12 +468,12 @@ class Machines:
         mark.touch()
         try:
             with span("pause"):
-                await self.engine.pause(box.machine)
+                await box.engine.pause(box.machine)
         except BaseException:
             mark.unlink(missing_ok=True)
             raise
         try:
-            async with _Undo(self.tg) as undo:
+            async with Undo(self.tg) as undo:
                 await failpoint("freeze.paused")
                 saved = None
                 if image is not None:
@@ -446,7 +481,7 @@ class Machines:
                     undo.push(asyncio.to_thread, rmtree, directory)
                     # Memory first: saving it writes the guest's cached file data to the disk.
                     with span("save"):
-                        saved = await self.engine.save(box.machine, directory)
+                        saved = await box.engine.save(box.machine, directory)
                     await failpoint("freeze.saved")
                 undo.push(self.disks.drop_layer, layer)
                 with span("seal"):
@@ -456,7 +491,7 @@ class Machines:
                 return saved
         finally:
             with contextlib.suppress(OSError), span("resume"):
-                await self.engine.resume(box.machine)
+                await box.engine.resume(box.machine)
             mark.unlink(missing_ok=True)
 
     async def _write_out(self, box: Box) -> float:
@@ -490,34 +525,35 @@ class Machines:
         """The box that an earlier daemon left running, or None if it is gone."""
         cgroup = self.cgroups.find(box_id)
         spec = self._spec(box_id, start, cgroup)
-        machine = await self.engine.reattach(spec, record)
+        engine = self.engine(start.limits.engine)
+        machine = await engine.reattach(spec, record)
         if machine is None:
             return None
         guest = Guest(machine.to_guest, machine.from_guest, box=box_id)
         start.serve(guest)
         try:
             if self._paused_mark(box_id).exists():
-                await self._resume_if_paused(machine, guest)
-            await self._hear(machine, guest)
+                await self._resume_if_paused(engine, machine, guest)
+            await self._hear(machine, guest, ATTACH_TIMEOUT_S)
         except BaseException:
             await guest.close()
-            await self.engine.kill(machine)
+            await engine.kill(machine)
             raise
-        return Box(box_id, machine, guest, cgroup, list(start.layers))
+        return Box(box_id, machine, guest, cgroup, list(start.layers), engine)
 
     def _paused_mark(self, box_id: str) -> Path:
         return self.box_dir(box_id) / "paused"
 
-    async def _resume_if_paused(self, machine: Machine, guest: Guest) -> None:
+    async def _resume_if_paused(self, engine: Engine, machine: Machine, guest: Guest) -> None:
         """After a daemon that died inside a freeze. Only a guest that does not answer is resumed:
         gVisor's kernel takes the resuming of a running one for a defect of its own, and ends."""
         try:
             await guest.attach(timeout_s=PAUSED_S)
         except DeadlineError:
-            await self.engine.resume(machine)
+            await engine.resume(machine)
         self._paused_mark(machine.spec.box).unlink(missing_ok=True)
 
-    async def _hear(self, machine: Machine, guest: Guest) -> None:
+    async def _hear(self, machine: Machine, guest: Guest, timeout_s: float) -> None:
         """Attach to the agent, or fail as soon as the machine dies."""
 
         async def watch() -> None:
@@ -527,49 +563,24 @@ class Machines:
 
         watcher = self.tg.create_task(watch())
         try:
-            await guest.attach(self.tg, timeout_s=ATTACH_TIMEOUT_S)
+            await guest.attach(self.tg, timeout_s=timeout_s)
         except BaseException:
             watcher.cancel()
             raise
 
     def _spec(self, box_id: str, start: Start, cgroup: CgroupBox | None) -> MachineSpec:
         limits = start.limits
+        own_kernel = self.engine(limits.engine).own_kernel
         return MachineSpec(
             box=box_id,
             dir=self.box_dir(box_id),
-            rootfs=self.disks.rootfs(box_id),
+            rootfs=self.disks.disk_image(box_id) if own_kernel else self.disks.rootfs(box_id),
             agent=self.agent_dir(start.agent),
             mem_mb=limits.shape_mem_mb,
             disk_mb=limits.shape_disk_mb,
             processes=limits.processes,
             wrap=cgroup.join_argv if cgroup else list,
         )
-
-
-class _Undo:
-    """Undo steps in reverse order unless :meth:`keep` is called; each with a deadline, none skipped."""
-
-    def __init__(self, tg: Services) -> None:
-        self._tg = tg
-        self._steps: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def push(self, step: Any, *args: Any) -> None:
-        self._steps.append((step, args))
-
-    def keep(self) -> None:
-        self._steps.clear()
-
-    async def __aenter__(self) -> _Undo:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._steps:
-            await insist(self._tg, self._undo())
-
-    async def _undo(self) -> None:
-        while self._steps:
-            step, args = self._steps.pop()
-            await _within(step(*args))
 
 
 async def _drop_group(cgroup: CgroupBox) -> None:
@@ -582,13 +593,3 @@ async def _drop_group(cgroup: CgroupBox) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await cgroup.delete(deadline_s=UNDO_DEADLINE_S - 10)
-
-
-async def _within(step: Any) -> None:
-    """Finish ``step`` (a coroutine) within the undo deadline; its failure is logged, since the
-    next steps matter more."""
-    try:
-        async with asyncio.timeout(UNDO_DEADLINE_S):
-            await step
-    except (ForkyardError, OSError, TimeoutError) as error:
-        log.error("undo step failed: %r", error)

@@ -32,10 +32,11 @@ from forkyard.yard import names, warmup
 from forkyard.yard.background import begin
 from forkyard.yard.builds import Builder
 from forkyard.yard.context import Context
+from forkyard.yard.machines import Limits
 from forkyard.yard.material import Made, Material
 from forkyard.yard.pulls import Puller
 from forkyard.yard.snapshots import Snapshots
-from forkyard.yard.templates import TemplateDoc, Templates, shape
+from forkyard.yard.templates import TemplateDoc, Templates, limits
 
 __all__ = ["Making"]
 
@@ -238,7 +239,7 @@ class Making:
             if spec.name is None:
                 raise InvalidRequestError("give a Dockerfile, an image or a template's name")
             doc = self.templates.get(spec.name)
-            await self.templates.warm(doc, shape(self.context.settings.defaults.type), say)
+            await self.templates.warm(doc, self._usual(), say)
             self.templates.touch(doc)
             return doc
         finally:
@@ -313,22 +314,26 @@ class Making:
             await self.snapshots.release(made.layers)
 
     async def _publish(self, doc: TemplateDoc, caller: Caller, say: Say) -> TemplateDoc:
-        limits = shape(self.context.settings.defaults.type)
+        usual = self._usual()
         same = self.templates.find(doc.name)
         if same is not None and (same.key, same.layers) == (doc.key, doc.layers):
             doc = msgspec.structs.replace(doc, created_at=same.created_at)
         if doc.warm is not None:
             # A template whose warm command fails is none.
-            await self.templates.warm(doc, limits, say)
+            await self.templates.warm(doc, usual, say)
         await failpoint("template.warmed")
         before = self.templates.put(doc)
         await failpoint("template.put")
         await self.snapshots.drop_unheld(before)
         if doc.warm is None:
-            self.templates.warm_behind(doc, limits)
+            self.templates.warm_behind(doc, usual)
         kind = "template.built" if doc.kind == "build" else "template.pulled"
         await self.context.record(kind, caller, None, name=doc.name, key=doc.key, image=doc.image)
         return doc
+
+    def _usual(self) -> Limits:
+        """Those that most sandboxes will have."""
+        return limits(self.context.settings.defaults.type, self.context.engine)
 
     def _made_up_name(self, made: Made) -> str:
         """An image's own name where it is free, else one made of its content."""

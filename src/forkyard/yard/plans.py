@@ -11,6 +11,7 @@ from typing import Any
 
 from forkyard.config import TYPES
 from forkyard.egress.policy import check_rules
+from forkyard.engines.base import Engine
 from forkyard.errors import CorruptSnapshotError, InvalidRequestError, UnsupportedError
 from forkyard.host import process
 from forkyard.requests import CreateSandbox, Fork
@@ -55,10 +56,6 @@ def for_create(request: CreateSandbox, context: Context, templates: Templates, s
     Raises:
         InvalidRequestError, NotFoundError, UnsupportedError: it cannot be.
     """
-    if request.engine not in (None, "auto", context.engine.name):
-        raise UnsupportedError(
-            f"engine {request.engine!r} is not supported in this version", hint="use gvisor, or leave it out"
-        )
     if request.snapshot is not None and request.template is not None:
         raise InvalidRequestError("template and snapshot exclude each other", hint="give one of them")
     check_limits(request.type, request.cpus, request.mem_mb, request.disk_mb, request.cpu_weight)
@@ -96,6 +93,7 @@ def _from_template(
     explicit = request.type is not None
     bounds = limits(
         type_name,
+        _engine(request.engine, context),
         _first(request.cpus, None if explicit else defaults.cpus),
         _first(request.mem_mb, None if explicit else defaults.mem_mb),
         _first(request.disk_mb, None if explicit else defaults.disk_mb),
@@ -104,7 +102,7 @@ def _from_template(
     image = templates.image(template, bounds)
     layers = templates.disk(template, image)
     doc = SandboxDoc(
-        **_identity(request.name, context),
+        **_identity(request.name),
         template=template.name,
         type=type_name,
         user=request.user or defaults.user or template.user,
@@ -137,9 +135,14 @@ def from_snapshot(
     """A sandbox from a snapshot, checkpoint or fork: what it inherits, less what is overridden."""
     check_limits(request.type, request.cpus, request.mem_mb, request.disk_mb, request.cpu_weight)
     kept = inherited(source)
-    bounds = limits_of(kept)
+    restore = memory and source.image is not None
+    asked = getattr(request, "engine", None)
+    if asked is None and (restore or source.engine in context.engines):
+        asked = source.engine
+    engine = _engine(asked, context)
+    bounds = limits_of(kept, source.engine)
     if request.type is not None:
-        bounds = _keep_shape(limits(request.type), bounds)
+        bounds = _keep_shape(limits(request.type, engine), bounds)
         kept["type"] = request.type
     bounds = dataclasses.replace(
         bounds,
@@ -148,7 +151,7 @@ def from_snapshot(
         mem_mb=_first(request.mem_mb, bounds.mem_mb),
         disk_mb=_first(request.disk_mb, bounds.disk_mb),
     )
-    restore = memory and source.image is not None
+    bounds = _on_engine(bounds, engine, source, restore)
     if restore:
         snapshots.check_restorable(source)
         used_mb = math.ceil(source.memory_bytes / (1 << 20))
@@ -165,7 +168,7 @@ def from_snapshot(
     user = getattr(request, "user", None)
     kept |= _limit_fields(bounds) | {"env": {**kept["env"], **request.env}, "user": user or kept["user"]}
     doc = SandboxDoc(
-        **_identity(name, context),
+        **_identity(name),
         **kept,
         snapshot=source.id,
         parent=source.sandbox,
@@ -182,6 +185,39 @@ def from_snapshot(
         image_bytes=source.memory_bytes if restore else None,
         start_from=source,
     )
+
+
+def _engine(asked: str | None, context: Context) -> Engine:
+    """The engine that is asked for; ``auto`` and None are the yard's own choice."""
+    if asked in (None, "auto"):
+        return context.engine
+    return context.machines.engine(asked or "")
+
+
+def _on_engine(bounds: Limits, engine: Engine, source: SnapshotDoc, restore: bool) -> Limits:
+    """The limits of a start from ``source``, on ``engine``.
+
+    Raises:
+        UnsupportedError: that engine cannot go on with its memory.
+        InvalidRequestError: memory or disk of a machine with a kernel of its own cannot change.
+    """
+    if restore and engine.name != source.engine:
+        raise UnsupportedError(
+            f"the memory of snapshot {source.id} is {source.engine}'s, not for {engine.name}",
+            hint="start it with memory=False: its disk, freshly booted",
+        )
+    if engine.own_kernel:
+        if restore and (bounds.mem_mb, bounds.disk_mb) != (bounds.shape_mem_mb, bounds.shape_disk_mb):
+            raise InvalidRequestError(
+                f"snapshot {source.id} is of a machine with {bounds.shape_mem_mb} MiB of memory and "
+                f"{bounds.shape_disk_mb} MiB of disk, which goes on with just these",
+                hint="leave type, mem_mb and disk_mb out, or start it with memory=False",
+            )
+        bounds = dataclasses.replace(bounds, shape_mem_mb=bounds.mem_mb, shape_disk_mb=bounds.disk_mb)
+    elif engine.name != source.engine:
+        shaped = limits("small", engine, mem_mb=bounds.mem_mb, disk_mb=bounds.disk_mb)
+        bounds = _keep_shape(bounds, shaped)
+    return dataclasses.replace(bounds, engine=engine.name)
 
 
 def resolve_egress(
@@ -244,7 +280,7 @@ def check_env(env: dict[str, str]) -> None:
         raise InvalidRequestError(f"the environment is larger than {MAX_ENV_BYTES} bytes")
 
 
-def _identity(name: str | None, context: Context) -> dict[str, Any]:
+def _identity(name: str | None) -> dict[str, Any]:
     sandbox_id = names.sandbox_id()
     # An id is no allowed name, so that the made-up name takes its letters without the mark.
     chosen = names.check_name(name) if name is not None else sandbox_id.replace("_", "-")
@@ -252,7 +288,6 @@ def _identity(name: str | None, context: Context) -> dict[str, Any]:
         "id": sandbox_id,
         "name": chosen,
         "state": "creating",
-        "engine": context.engine.name,
         "created_at": time.time(),
     }
 

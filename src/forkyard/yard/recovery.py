@@ -126,7 +126,8 @@ class Recovery:
 
     async def _sweep_box(self, directory: Path) -> None:
         log.info("sweeping box %s", directory.name)
-        await _quietly(self.context.engine.sweep(directory))
+        for engine in self.context.engines.values():
+            await _quietly(engine.sweep(directory))
         await _quietly(self.context.machines.remove(directory.name))
         await asyncio.to_thread(rmtree, directory)
 

@@ -224,9 +224,9 @@ class Snapshots:
             UnsupportedError: another engine or CPU saved it, or the agent in it speaks another version of
                 the wire. CorruptSnapshotError: its manifest cannot be read.
         """
-        images, ours = self.context.images, self.context.engine.fingerprint()
         if doc.image is None:
             return
+        images, ours = self.context.images, self.context.machines.engine(doc.engine).fingerprint()
         if doc.fingerprint != ours:
             why = f"was saved by {doc.fingerprint}, this is {ours}"
         elif not images.exists(doc.image):
@@ -249,11 +249,11 @@ def inherited(doc: SnapshotDoc) -> dict[str, Any]:
 
 def limits_of_sandbox(doc: SandboxDoc) -> Limits:
     """The limits of a sandbox."""
-    return limits_of({name: getattr(doc, name) for name in INHERITED})
+    return limits_of({name: getattr(doc, name) for name in INHERITED}, doc.engine)
 
 
-def limits_of(values: dict[str, Any]) -> Limits:
-    """The limits in a document's fields."""
+def limits_of(values: dict[str, Any], engine: str) -> Limits:
+    """The limits in a document's fields, on that engine."""
     return Limits(
         cpus=values["cpus"],
         mem_mb=values["mem_mb"],
@@ -261,5 +261,6 @@ def limits_of(values: dict[str, Any]) -> Limits:
         shape_mem_mb=values["shape_mem_mb"],
         shape_disk_mb=values["shape_disk_mb"],
         processes=values["processes"],
+        engine=engine,
         cpu_weight=values["cpu_weight"],
     )

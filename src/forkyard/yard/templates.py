@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from forkyard.config import TYPES
+from forkyard.engines.base import Engine
 from forkyard.errors import CorruptSnapshotError, ForkyardError, NotFoundError, UnsupportedError
 from forkyard.host.failpoint import failpoint
 from forkyard.host.files import write_atomic
@@ -139,10 +140,9 @@ class Templates:
         """The layers of all templates, those of their warm images included."""
         docs = self.all()
         held = {layer for doc in docs for layer in doc.layers} | set(+self._busy)
-        if any(doc.warm for doc in docs):
-            for image in self.context.images.names():
-                if self.owns(image):
-                    held.update(self._image_layers(image))
+        for image in self.context.images.names():
+            if self.owns(image):
+                held.update(self._image_layers(image))
         return held
 
     def _image_layers(self, image: str) -> list[str]:
@@ -216,13 +216,14 @@ class Templates:
 
     def info(self, doc: TemplateDoc) -> TemplateInfo:
         """The public view."""
+        usual = limits(self.context.settings.defaults.type, self.context.engine)
         return TemplateInfo(
             name=doc.name,
             key=doc.key,
             user=doc.user,
             workdir=doc.workdir,
             size_bytes=doc.size_bytes,
-            warm=self.image(doc, shape(self.context.settings.defaults.type)) is not None,
+            warm=self.image(doc, usual) is not None,
             created_at=doc.created_at,
             env=dict(doc.env),
             kind=doc.kind,
@@ -313,8 +314,9 @@ class Templates:
             await context.machines.end(box)
         layers: list[str] = []
         try:
-            if doc.warm is None:
-                # Nothing ran but the agent, so that the template's own layers are its disk.
+            if doc.warm is None and not box.engine.own_kernel:
+                # Nothing ran but the agent, so that the template's own layers are its disk. (A kernel of
+                # its own has mounted its disk, and goes on with the very same.)
                 await context.disks.drop_layer(layer)
             else:
                 layers = [layer, *box.layers]
@@ -330,7 +332,7 @@ class Templates:
 
     def _image_name(self, doc: TemplateDoc, shaped: Limits) -> str:
         parts = [
-            self.context.engine.fingerprint(),
+            self.context.machines.engine(shaped.engine).fingerprint(),
             shaped.shape_mem_mb,
             shaped.shape_disk_mb,
             shaped.processes,
@@ -353,36 +355,37 @@ def _digest(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def shape(type_name: str) -> Limits:
-    """The limits of a type."""
-    cpus, mem_mb, disk_mb = TYPES[type_name]
-    return Limits(cpus, mem_mb, disk_mb, mem_mb, disk_mb, PROCESSES[type_name])
-
-
 def limits(
-    type_name: str, cpus: float | None = None, mem_mb: int | None = None, disk_mb: int | None = None
+    type_name: str,
+    engine: Engine,
+    cpus: float | None = None,
+    mem_mb: int | None = None,
+    disk_mb: int | None = None,
 ) -> Limits:
     """The limits of a type with explicit ones in their place.
 
     The guest's kernel is booted with the shape of the smallest type that holds them, so that
-    odd sizes share their type's warm image; the exact figures bind on the host.
+    odd sizes share their type's warm image; the exact figures bind on the host. A machine's own kernel
+    has exactly the memory and the disk that its machine has.
     """
-    base = shape(type_name)
-    mem = base.mem_mb if mem_mb is None else mem_mb
-    disk = base.disk_mb if disk_mb is None else disk_mb
-    for name, (_, type_mem, type_disk) in TYPES.items():
-        if type_mem >= mem and type_disk >= disk:
-            fitting = shape(name)
+    type_cpus, type_mem, type_disk = TYPES[type_name]
+    mem = type_mem if mem_mb is None else mem_mb
+    disk = type_disk if disk_mb is None else disk_mb
+    shape_mem, shape_disk, processes = mem, disk, PROCESSES["large"]
+    for name, (_, fitting_mem, fitting_disk) in TYPES.items():
+        if fitting_mem >= mem and fitting_disk >= disk:
+            processes = PROCESSES[name]
+            if not engine.own_kernel:
+                shape_mem, shape_disk = fitting_mem, fitting_disk
             break
-    else:
-        fitting = Limits(0, mem, disk, mem, disk, PROCESSES["large"])
     return Limits(
-        cpus=base.cpus if cpus is None else cpus,
+        cpus=type_cpus if cpus is None else cpus,
         mem_mb=mem,
         disk_mb=disk,
-        shape_mem_mb=fitting.shape_mem_mb,
-        shape_disk_mb=fitting.shape_disk_mb,
-        processes=fitting.processes,
+        shape_mem_mb=shape_mem,
+        shape_disk_mb=shape_disk,
+        processes=processes,
+        engine=engine.name,
     )
 
 

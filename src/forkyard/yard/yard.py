@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from forkyard import requests as rq
 from forkyard import types as ty
 from forkyard.audit import AuditLog
 from forkyard.config import Settings, short
-from forkyard.engines import open_engine
+from forkyard.engines import open_engines
 from forkyard.engines.base import Engine
 from forkyard.errors import (
     ConflictError,
@@ -59,7 +59,7 @@ from forkyard.yard.plans import Plan, check_times, for_create, resolve_egress
 from forkyard.yard.recovery import Recovery
 from forkyard.yard.replies import Replies
 from forkyard.yard.snapshots import Snapshots
-from forkyard.yard.templates import Templates, shape
+from forkyard.yard.templates import Templates, limits
 
 log = logging.getLogger("forkyard.yard")
 
@@ -368,7 +368,8 @@ class Yard:
 
     async def warm_template(self, request: rq.WarmTemplate, caller: rq.Caller) -> ty.TemplateInfo:
         doc = self.templates.get(request.name)
-        await self.templates.warm(doc, shape(request.type or self.context.settings.defaults.type))
+        usual = request.type or self.context.settings.defaults.type
+        await self.templates.warm(doc, limits(usual, self.context.engine))
         return self.templates.info(doc)
 
     # -- watching ----------------------------------------------------------------------
@@ -422,7 +423,7 @@ class Yard:
             home=str(settings.home),
             socket=str(settings.socket),
             sandboxes=len(self.context.sandboxes),
-            engines=[self.context.engine.name],
+            engines=list(self.context.engines),
             problems=problems,
         )
 
@@ -489,7 +490,7 @@ async def open_yard(
     """The yard in ``settings.home``, recovered and running. Leaving it keeps sandboxes running.
 
     Args:
-        engine: Runs the machines; by default the one that set-up chose.
+        engine: Runs the machines; by default those that set-up chose.
         disks: Keeps the disks; by default what the host can do best.
         install: Installs packages that building and pulling need; by default they are not.
 
@@ -502,7 +503,7 @@ async def open_yard(
         (home / name).mkdir(parents=True, exist_ok=True, mode=0o700)
     process.keep_table_large()
     async with contextlib.AsyncExitStack() as stack:
-        engine = engine or await open_engine(settings, home)
+        engines = {engine.name: engine} if engine is not None else await open_engines(settings, home)
         catalog = await Catalog.open(home / "catalog.db")
         stack.push_async_callback(catalog.close)
         audit = AuditLog(home / "audit")
@@ -513,18 +514,18 @@ async def open_yard(
         images = Images(home / "images")
         cgroups = Cgroups.for_home(settings.home)
         agent = agents.install(home)
-        if engine.shares_files:
+        if any(engine.shares_files for engine in engines.values()):
             agents.protect(home)
         sandboxes = Sandboxes()
         userns.keep(home)
-        stack.push_async_callback(_leave_host, home, sandboxes, engine, cgroups, disks)
+        stack.push_async_callback(_leave_host, home, sandboxes, engines, cgroups, disks)
         # Last in, first out: the readers and watches end before what they use.
         tg = await stack.enter_async_context(Services())
-        machines = Machines(home, engine, disks, images, cgroups, tg)
+        machines = Machines(home, engines, disks, images, cgroups, tg)
         context = Context(
             settings=settings,
             home=home,
-            engine=engine,
+            engines=engines,
             catalog=catalog,
             disks=disks,
             images=images,
@@ -562,13 +563,14 @@ async def open_yard(
 
 
 async def _leave_host(
-    home: Path, sandboxes: Sandboxes, engine: Engine, cgroups: Cgroups, disks: DiskStore
+    home: Path, sandboxes: Sandboxes, engines: Mapping[str, Engine], cgroups: Cgroups, disks: DiskStore
 ) -> None:
     """Take what the yard has on the host with it, unless sandboxes still run on it."""
     empty = not any(sandbox.box for sandbox in sandboxes)
     if empty:
         agents.release(home)
-        await engine.close()
+        for engine in engines.values():
+            await engine.close()
         cgroups.close()
     await disks.close(unmount=empty)
     if empty:

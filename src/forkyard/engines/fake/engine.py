@@ -46,6 +46,8 @@ class Fake:
 
     name = "fake"
     shares_files = False
+    own_kernel = False
+    boot_timeout_s = 20.0
 
     def __init__(self, version: str = "1") -> None:
         self.version = version

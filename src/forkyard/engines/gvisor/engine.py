@@ -49,6 +49,8 @@ class GVisor:
 
     name = "gvisor"
     shares_files = True
+    own_kernel = False
+    boot_timeout_s = 20.0
 
     def __init__(self, runsc: Runsc, platform: str, shared: Path) -> None:
         self.runsc = runsc
