@@ -62,6 +62,15 @@ def command(kit: Kit, spec: MachineSpec, disk: tuple[int, ...], *, boots: bool) 
     argv += ["-chardev", f"socket,id=qmp,path={directory}/qmp,server=on,wait=off"]
     argv += ["-mon", "chardev=qmp,mode=control", "-sandbox", SANDBOX]
     if os.geteuid() == 0:
+        argv += ["-chroot", f"{directory}/empty"]
         uid = FIRST_UID + zlib.crc32(spec.box.encode()) % UIDS
-        argv += ["-runas", f"{uid}:{uid}", "-chroot", f"{directory}/empty"]
+        if _is_mapped(uid):
+            argv += ["-runas", f"{uid}:{uid}"]
     return argv
+
+
+def _is_mapped(uid: int) -> bool:
+    """Whether there is such a user here: in a user namespace of few users there is not."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [[int(word) for word in line.split()] for line in file]
+    return any(first <= uid < first + count for first, _, count in ranges)
