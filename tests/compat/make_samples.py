@@ -120,7 +120,7 @@ async def of_a_yard() -> None:
             assert kept is not None and kept.image is not None
             manifest = (yard.context.images.path(kept.image) / MANIFEST).read_text()
             doc = yard.yard.templates.get("base")
-            shaped = templates.shape("small")
+            shaped = templates.limits("small", yard.context.engine)
             warm = {
                 "revision": templates.WARM_REVISION,
                 "agent": yard.context.agent,

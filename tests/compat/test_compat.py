@@ -224,7 +224,8 @@ async def test_warm_images_are_found_by_the_version_that_made_them_and_by_no_oth
     sample = json.loads((SAMPLES / f"warm-{templates.WARM_REVISION}.json").read_text())
     doc = msgspec.json.decode((SAMPLES / "template-1.json").read_bytes(), type=templates.TemplateDoc)
     monkeypatch.setattr(fake_yard.context, "agent", sample["agent"])
-    shaped, find = templates.shape("small"), fake_yard.yard.templates
+    shaped = templates.limits("small", fake_yard.context.engine)
+    find = fake_yard.yard.templates
     assert find._image_name(doc, shaped) == sample["plain"], "raise WARM_REVISION, and make a sample"
     for module, name, value in (
         (templates, "WARM_REVISION", 99),
