@@ -90,3 +90,9 @@ def test_the_client_needs_two_packages_only() -> None:
             top = module.split(".")[0]
             if (path.name, top) not in extras:
                 assert top in known or top in sys.stdlib_module_names, f"{path.name} imports {module}"
+
+
+def test_no_two_test_modules_have_one_name() -> None:
+    """They are imported by their bare names: of two, one is not run."""
+    names = [path.name for path in (SOURCE.parents[1] / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert not {name for name in names if names.count(name) > 1}
