@@ -18,8 +18,12 @@ Role = Literal["read", "run", "admin"]
 
 DEFAULT_PORT = 8470
 
-LOCAL = frozenset({"listen", "new_token", "list_tokens", "revoke_token"})
-"""For nobody but the socket of the machine itself."""
+LOCAL = frozenset({"listen", "new_token", "list_tokens", "revoke_token", "expose"})
+"""For nobody but the socket of the machine itself. (What is exposed is on that machine's loopback.)"""
+
+NEAR = "private_network"
+"""No verb: the right to name addresses, and this machine itself, in egress rules and as registries. The
+daemon's machine is in networks that who sits elsewhere is not in."""
 
 READ = frozenset({
     *("version", "health", "capacity", "get_sandbox", "list_sandboxes", "wait_sandbox", "usage"),
@@ -30,7 +34,7 @@ READ = frozenset({
 """Questions. They read sandboxes' files and the audit too."""
 
 RUN = READ | {
-    *("create_sandbox", "rename_sandbox", "set_ttl", "set_egress", "expose", "adopt", "release_lease"),
+    *("create_sandbox", "rename_sandbox", "set_ttl", "set_egress", "adopt", "release_lease"),
     *("stop_sandbox", "start_sandbox", "delete_sandbox", "delete_sandboxes", "hold_lease"),
     *("exec", "exec_many", "run_code", "git", "write", "resize", "signal", "wait_process", "spawn", "attach"),
     *("write_files", "make_dir", "move", "remove", "write_file", "upload", "apply"),
@@ -115,6 +119,6 @@ class MadeToken(Record):
 
 def rights(role: str | None, allow: list[str], verbs: frozenset[str]) -> frozenset[str]:
     """What a token may do, of all ``verbs``."""
-    named = {"read": READ, "run": RUN, "admin": verbs}.get(role or "", frozenset[str]())
+    named = {"read": READ, "run": RUN, "admin": verbs | {NEAR}}.get(role or "", frozenset[str]())
     held = frozenset(named | set(allow) | ALWAYS) - LOCAL
     return held | {"hold_lease"} if held & LEASING else held

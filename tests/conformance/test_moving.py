@@ -208,6 +208,7 @@ HOSTILE: dict[str, Callable[[Manifest], None]] = {
     "an unknown type": _take(type="huge"),
     "memory without end": _take(mem_mb=1 << 60),
     "no memory": _take(mem_mb=1),
+    "processes without end": _take(processes=1 << 39),
     "no weight": _take(cpu_weight=0),
     "CPUs that are no number": _take(cpus="many"),
     "an environment that none can have": _take(env={"A=B": "c"}),

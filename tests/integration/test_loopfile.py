@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,3 +48,21 @@ async def test_a_store_that_was_left_in_use_is_mounted_again_from_its_device(tmp
         os.close(held)
     await again.close(unmount=True)
     assert devices(tmp_home / "store.img") == []
+
+
+async def test_a_store_that_another_home_uses_stays(tmp_home):
+    store = DiskStore(tmp_home, Settings())
+    await store.open()
+    if store.kind != "btrfs" or not (tmp_home / "store.img").exists():
+        pytest.skip("the store of this host is no file")
+    pin = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); print(flush=True); sys.stdin.read()"
+    argv = [sys.executable, "-c", pin, str(store.root)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None
+        other.stdout.readline()
+        await store.close(unmount=True)
+        assert mounts.is_mount(tmp_home / "store")
+        other.stdin.close()
+    await store.open()
+    await store.close(unmount=True)
+    assert not mounts.is_mount(tmp_home / "store")

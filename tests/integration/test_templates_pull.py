@@ -169,6 +169,36 @@ def test_the_same_content_is_unpacked_once(
     assert templates.shell(box.id, "musl-program").stdout == "from musl\n"
 
 
+def test_an_image_is_what_its_configuration_says(
+    templates: Client, packages: Fetch, tmp_path: Path
+) -> None:
+    """Else whoever sends a layer of their own under another image's configuration has that image's name."""
+    first = tar_of(musl_root(packages, tmp_path), tmp_path / "first.tar")
+    good = image_of(tmp_path, [first], {}).rename(tmp_path / "good.tar")
+    with tarfile.open(good) as tar, tarfile.open(tmp_path / "bad.tar", "w") as bad:
+        for member in tar:
+            data = tar.extractfile(member)
+            assert data is not None
+            content = data.read()
+            if member.name.endswith("layer.tar"):
+                content += bytes(10240)  # as long a tar as it was to whoever reads it
+            member.size = len(content)
+            bad.addfile(member, io.BytesIO(content))
+    with pytest.raises(ForkyardError):
+        templates.pull_template("bad", f"docker-archive:{tmp_path / 'bad.tar'}")
+    assert templates.pull_template("good", f"docker-archive:{good}").name == "good"
+
+
+def test_a_root_that_is_too_deep(templates: Client, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "deep.tar", "w") as tar:
+        for level in range(1, 1500):
+            member = tarfile.TarInfo("/".join(["d"] * level))
+            member.type = tarfile.DIRTYPE
+            tar.addfile(member)
+    with pytest.raises(InvalidRequestError, match="directories deep"):
+        templates.pull_template("deep", str(tmp_path / "deep.tar"))
+
+
 def test_what_cannot_be_pulled(templates: Client, tmp_path: Path) -> None:
     (tmp_path / "broken.tar").write_bytes(b"no archive" * 1000)
     with pytest.raises(InvalidRequestError):

@@ -33,6 +33,23 @@ def test_sha256_and_cancel(tmp_path):
         files.sha256_file(tmp_path / "f", cancelled=lambda: True)
 
 
+def test_rmtree_of_any_depth(tmp_path):
+    """What a guest made in its sandbox, or put into an archive: deeper than a stack or a path goes."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    fd = os.open(tree, os.O_RDONLY)
+    for level in range(5000):
+        os.mkdir("d", dir_fd=fd)
+        if not level % 100:
+            os.close(os.open("f", os.O_WRONLY | os.O_CREAT, dir_fd=fd))
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    files.rmtree(tree)
+    assert os.listdir(tmp_path) == []
+
+
 def test_rmtree(tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("stays")

@@ -124,7 +124,7 @@ def test_roles_name_verbs_and_the_rest_is_for_admins() -> None:
         name for table in (verbs.VERBS, verbs.STREAMS, verbs.FILES) for name in table if table[name].changes
     }
     assert not access.READ & changing
-    assert access.rights("admin", [], frozenset(every)) == every - access.LOCAL
+    assert access.rights("admin", [], frozenset(every)) == every - access.LOCAL | {access.NEAR}
     assert {"build_template", "import_snapshot", "delete_template", "shutdown"} <= every - access.RUN
     # Whoever makes sandboxes may keep them.
     assert access.rights(None, ["fork"], frozenset(every)) == {"fork", "version", "hold_lease"}
@@ -138,6 +138,52 @@ def test_what_runs_on_the_host_needs_its_own_right(client: Client, url: str, ver
         reply = http.post(f"/v1/{verb}", json={"specs": [spec]} if verb == "prepare" else {"spec": spec})
     assert reply.status_code == 403
     assert "build_template" in reply.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("create_sandbox", {"egress_allow": ["10.0.0.1"]}),
+        ("create_sandbox", {"egress_allow": ["ok.example", "localhost:22"]}),
+        ("fork", {"source": "a", "egress_allow": ["[::1]:80"]}),
+        ("set_egress", {"sandbox": "a", "egress_allow": ["169.254.0.0/16"]}),
+        ("git", {"sandbox": "a", "operation": "clone", "url": "http://127.1/x"}),
+        ("pull_template", {"spec": {"image": "127.0.0.1:5000/x"}}),
+        ("prepare", {"specs": [{"image": "registry:5000/x"}]}),
+        ("create_sandbox", {"image": "localhost/x"}),
+    ],
+)
+def test_what_is_near_the_daemon_takes_a_right(
+    client: Client, url: str, verb: str, body: dict[str, object]
+) -> None:
+    """Who is elsewhere is not let into the networks of the daemon's machine by the way."""
+    token = client.new_token("t", role="run").token
+    with plain(url, token) as http:
+        reply = http.post(f"/v1/{verb}", json=body)
+        assert reply.status_code == 403 and "private_network" in reply.json()["message"], reply.text
+
+
+def test_the_right_to_what_is_near_may_be_given(client: Client, url: str) -> None:
+    token = client.new_token("near", role="run", allow=["private_network"]).token
+    with plain(url, token) as http:
+        reply = http.post("/v1/create_sandbox", json={"egress_allow": ["10.0.0.1"]})
+        assert reply.status_code == 200, reply.text
+
+
+def test_one_verb_is_no_way_to_another(client: Client, url: str) -> None:
+    token = client.new_token("t", allow=["create_sandbox", "prepare", "fork"]).token
+    with plain(url, token) as http:
+        for body, right in (
+            ({"egress": "any"}, "set_egress"),
+            ({"egress_allow": ["ok.example"]}, "set_egress"),
+            ({"image": "registry.example/x"}, "pull_template"),
+        ):
+            reply = http.post("/v1/create_sandbox", json=body)
+            assert reply.status_code == 403 and right in reply.json()["message"], reply.text
+        reply = http.post("/v1/prepare", json={"specs": [], "disk_budget_mb": 0})
+        assert reply.status_code == 403 and "delete_template" in reply.json()["message"]
+        assert http.post("/v1/create_sandbox", json={"egress": "deny"}).status_code == 200
+        assert http.post("/v1/expose", json={"sandbox": "a", "port": 1}).status_code == 403
 
 
 def test_who_has_no_token_or_a_wrong_one(client: Client, url: str) -> None:
@@ -296,7 +342,7 @@ def test_an_address_that_cannot_be_had_changes_nothing(client: Client, url: str)
         pytest.raises(UnavailableError, match="cannot listen"),
     ):
         client.listen(f"127.0.0.1:{taken.getsockname()[1]}")
-    for wrong in ("127.0.0.1:none", ":8470", "127.0.0.1:70000", "", "a:b:c"):
+    for wrong in ("127.0.0.1:none", ":8470", "127.0.0.1:70000", "", "a:b:c", "a..b:8470"):
         with pytest.raises((InvalidRequestError, UnavailableError)):
             client.listen(wrong)
     assert client.listen() == state

@@ -58,7 +58,7 @@ class Target:
             else:
                 self._path = path
                 fresh = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}")
-                self._file = open(fresh, "xb", buffering=0)  # noqa: SIM115
+                self._file = open(fresh, "xb", buffering=0, opener=_private)  # noqa: SIM115
                 self._fresh = fresh
 
     def gather(self, piece: bytes | memoryview) -> None:
@@ -158,6 +158,11 @@ def _is_stream(path: Path) -> bool:
     if path.parent in (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")):
         return True
     return path.exists() and not stat.S_ISREG(path.stat().st_mode)
+
+
+def _private(path: str, flags: int) -> int:
+    """An archive has a sandbox's memory in it, and its environment."""
+    return os.open(path, flags, 0o600)
 
 
 def _local(url: Url) -> Path | None:

@@ -110,7 +110,7 @@ class Access:
         await self._close()
         try:
             await self._open(wanted)
-        except errors.ForkyardError:
+        except Exception:
             if before is not None:
                 await self._open(before)
             raise

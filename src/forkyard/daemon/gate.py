@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from forkyard import access, errors, verbs
 from forkyard.daemon import openapi
 from forkyard.daemon.exchange import Done, Message, Receive, Reply, Send, done_with, log
 from forkyard.daemon.limits import Rate
 from forkyard.daemon.tokens import NOT_KNOWN, Token, Tokens
+from forkyard.oci.reference import registry_of
 
 STALL_S = 30.0
 """A body that is not a stream may stand still for so long."""
@@ -167,9 +169,44 @@ def may_ask(caller: Any, request: Any) -> None:
         raise errors.InvalidRequestError(
             "a process on another machine cannot hold a lease", hint="hold a stream open: hold_lease"
         )
-    specs = [*getattr(request, "specs", []), getattr(request, "spec", None)]
-    if any(spec and spec.dockerfile is not None for spec in specs) and "build_template" not in caller.rights:
-        raise errors.AccessDeniedError(
-            f"the token {caller.name!r} has no right to build_template: a Dockerfile runs on the host",
-            hint="on the daemon's machine: forkyard token new --allow build_template",
-        )
+    for right, why in _needed(request):
+        if right not in caller.rights:
+            raise errors.AccessDeniedError(
+                f"the token {caller.name!r} has no right to {right}: {why}",
+                hint=f"on the daemon's machine: forkyard token new --allow {right}",
+            )
+
+
+def _needed(request: Any) -> Iterator[tuple[str, str]]:
+    """The rights that a request takes besides its verb's own, and why."""
+    specs = [spec for spec in (*getattr(request, "specs", []), getattr(request, "spec", None)) if spec]
+    if any(spec.dockerfile is not None for spec in specs):
+        yield "build_template", "a Dockerfile runs on the host"
+    if getattr(request, "disk_budget_mb", None) is not None:
+        yield "delete_template", "a budget deletes what others made"
+    image = getattr(request, "image", None)
+    if image is not None:
+        yield "pull_template", f"{image[:80]!r} may have to be pulled"
+    rules = getattr(request, "egress_allow", None) or []
+    if rules or getattr(request, "egress", None) not in (None, "deny"):
+        yield "set_egress", "it opens a network"
+    pulled = [spec.image for spec in specs if spec.format == "registry"] + [getattr(request, "source", None)]
+    if getattr(request, "image_format", "") == "registry":
+        pulled.append(image)
+    for text in (*filter(is_near, rules), *(text for text in pulled if text and is_near(registry_of(text)))):
+        yield access.NEAR, f"{text[:80]!r} is an address, or this machine"
+    url = getattr(request, "url", None)
+    if url and is_near(urlsplit(url).hostname or ""):
+        yield access.NEAR, f"{url[:80]!r} leads to an address, or to this machine"
+
+
+def is_near(where: str) -> bool:
+    """Whether a rule, a registry or a host names an address or range, or a machine without a domain."""
+    host = where.strip().rpartition("@")[2].partition("/")[0]
+    if not host or where.startswith("@"):
+        return False
+    if host.startswith("[") or host.count(":") > 1:
+        return True
+    host = host.partition(":")[0]
+    # The C library takes 127.1, 0x7f000001 and 2130706433 for addresses, too.
+    return "." not in host.rstrip(".") or host.rstrip(".").rpartition(".")[2][:1].isdigit()

@@ -232,12 +232,12 @@ def bind(host: str, port: int) -> list[socket.socket]:
             # The second of a name's addresses is at the port that the first was given.
             sock.bind((where[0], port or made[0].getsockname()[1], *where[2:]))
             sock.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a name that can be none
         for sock in made:
             with contextlib.suppress(OSError):
                 sock.close()
         raise UnavailableError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}",
+            f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}",
             hint="choose another address or port",
         ) from None
     return made

@@ -92,7 +92,7 @@ class Tokens:
                 "a token without rights is good for nothing",
                 hint="give --role read|run|admin, or --allow VERB,...",
             )
-        if unknown := sorted(set(request.allow) - _ALL):
+        if unknown := sorted(set(request.allow) - _ALL - {access.NEAR}):
             raise errors.InvalidRequestError(f"there is no verb {unknown[0]!r}")
         if local := sorted(set(request.allow) & access.LOCAL):
             raise errors.InvalidRequestError(f"no token can have {local[0]!r}: it is for this machine only")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
+import itertools
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Callable
@@ -142,4 +145,39 @@ def rmtree(path: Path) -> None:
         elif os.path.isdir(name) and not os.path.islink(name):
             shutil.rmtree(name)
 
-    shutil.rmtree(path, onerror=lambda function, name, info: retry(function, name, info[1]))
+    def remove() -> None:
+        shutil.rmtree(path, onerror=lambda function, name, info: retry(function, name, info[1]))
+
+    try:
+        remove()
+    except (RecursionError, OSError) as error:
+        # A guest's tree may be deeper than the stack, the descriptors or a path's length allow.
+        if isinstance(error, OSError) and error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG):
+            raise
+        _flatten(path)
+        remove()
+
+
+def _flatten(path: Path) -> None:
+    """Move every directory below ``path`` right into it."""
+    fresh = (f".{secrets.token_hex(8)}-{number}" for number in itertools.count())
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    top = os.open(path, flags)
+    try:
+        with os.scandir(top) as entries:
+            todo = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        while todo:
+            name = todo.pop()
+            with contextlib.suppress(PermissionError):
+                os.chmod(name, 0o700, dir_fd=top)
+            fd = os.open(name, flags, dir_fd=top)
+            try:
+                with os.scandir(fd) as entries:
+                    below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+                for inner in below:
+                    todo.append(next(fresh))
+                    os.rename(inner, todo[-1], src_dir_fd=fd, dst_dir_fd=top)
+            finally:
+                os.close(fd)
+    finally:
+        os.close(top)

@@ -33,6 +33,8 @@ _XATTR = "SCHILY.xattr."
 # An image's word must not become an overlay's.
 _REFUSED = ("trusted.overlay.", "user.overlay.", "user.forkyard.")
 _SHOWN = 20
+# No image is so deep; what is deeper is to cost whoever unpacks it, and removes it, its stack.
+_DEEPEST = 256
 
 
 class Unpacker:
@@ -77,6 +79,8 @@ class Unpacker:
         if ".." in parts:
             self._skip(member.name)
             return
+        if len(parts) > _DEEPEST:
+            raise tarfile.TarError(f"{member.name[:80]}... lies {len(parts)} directories deep")
         path = "/".join(parts) or "."
         if parts and parts[-1].startswith(_WHITEOUT):
             self._whiteout("/".join(parts[:-1]) or ".", parts[-1])

@@ -206,7 +206,7 @@ class Reader:
             raise _damaged("it does not begin with its manifest")
         try:
             manifest = msgspec.json.decode(payload, type=Manifest)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequestError(f"the archive's manifest is malformed: {error}") from None
         _check_parts(manifest)
         return manifest

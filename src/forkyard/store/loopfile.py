@@ -141,7 +141,8 @@ class LoopFile:
         return max(0, min(limit, shutil.disk_usage(self.path).free - _LEAVE))
 
     def close(self) -> None:
-        """Unmount it, at once if nothing uses it, lazily otherwise."""
+        """Unmount it, at once if nothing uses it. What a process of another home pins stays mounted: that
+        home has layers in it. Otherwise it goes lazily."""
         for _ in range(20):  # an overlay that was just detached is still let go of
             try:
                 mounts.unmount(self.target, lazy=False)
@@ -150,7 +151,19 @@ class LoopFile:
                 if error.errno != errno.EBUSY:
                     raise
             time.sleep(0.02)
-        mounts.unmount(self.target)
+        if not _is_pinned(self.target):
+            mounts.unmount(self.target)
+
+
+def _is_pinned(target: Path) -> bool:
+    """Whether another process has ``target`` itself open."""
+    for process_dir in Path("/proc").iterdir():
+        if not process_dir.name.isdigit() or int(process_dir.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if any(os.readlink(fd) == str(target) for fd in (process_dir / "fd").iterdir()):
+                return True
+    return False
 
 
 def _fsync(path: Path) -> None:

@@ -45,28 +45,25 @@ def install(home: Path) -> str:
     return digest
 
 
-def add(home: Path, digest: str, program: bytes) -> bool:
-    """Put in a build that came with an imported image, unless it is there.
+def add(home: Path, digest: str, program: bytes) -> None:
+    """Put in a build that came with an imported image, unless it is there. It stays if nothing comes of
+    the import, since another may use it by then; :func:`sweep` has an eye on that.
 
     Args:
         digest: What the image calls it; the caller has checked that ``program`` is that.
-
-    Returns:
-        Whether it was put in.
     """
     target = home / "agents" / digest / AGENT_NAME
-    if target.exists():
-        return False
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
-    write_atomic(target, program, mode=0o755)
-    return True
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        write_atomic(target, program, mode=0o755)
 
 
-def remove(home: Path, digest: str) -> None:
-    """Undo :func:`add`."""
-    directory = home / "agents" / digest
-    mounts.unmount(directory)
-    rmtree(directory)
+def sweep(home: Path, used: set[str]) -> None:
+    """Remove the builds that nothing uses. For a daemon that starts, before it takes requests."""
+    for directory in (home / "agents").resolve().iterdir():
+        if directory.name not in used:
+            mounts.unmount(directory)
+            rmtree(directory)
 
 
 def protect(home: Path) -> None:

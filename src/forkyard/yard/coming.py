@@ -31,7 +31,7 @@ _MAX_AGENT = 64 << 20
 _ALIKE = 64 << 20
 # Home and store stay usable, however large an archive says that it is.
 _FLOOR = 128 << 20
-_Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -45,7 +45,7 @@ class _Inherits(msgspec.Struct, kw_only=True):
     disk_mb: _Size
     shape_mem_mb: _Size
     shape_disk_mb: _Size
-    processes: _Size
+    processes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     user: _Text
     workdir: _Text
     env: dict[str, str]
@@ -69,7 +69,6 @@ class Coming:
         self.id = names.snapshot_id()
         self.layers: list[str] = []
         self._agent: bytes | None = None
-        self._added_agent = False
         self._image: Path | None = None
 
     async def undo(self) -> None:
@@ -79,8 +78,6 @@ class Coming:
             steps.push_async_callback(self.context.images.delete_async, self.id)
             if self._image is not None:
                 steps.push_async_callback(in_thread, files.rmtree, self._image)
-            if self._added_agent:
-                steps.push_async_callback(in_thread, agents.remove, self.context.home, self.manifest.agent)
 
     async def receive(self, reader: Reader) -> None:
         """Read the archive to its end."""
@@ -208,7 +205,7 @@ class Coming:
             return 0
         context, manifest = self.context, self.manifest
         assert self._agent is not None
-        self._added_agent = await in_thread(agents.add, context.home, manifest.agent, self._agent)
+        await in_thread(agents.add, context.home, manifest.agent, self._agent)
         if context.engine.shares_files:
             agents.protect(context.home)
         made = await context.images.publish(
@@ -235,7 +232,7 @@ def inherited(manifest: Manifest) -> dict[str, object]:
     """
     try:
         known = msgspec.convert(manifest.inherits, _Inherits)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise InvalidRequestError(f"the archive's manifest is malformed: {error}") from None
     check_limits(known.type, known.cpus, known.mem_mb, known.disk_mb, known.cpu_weight)
     check_env(known.env)

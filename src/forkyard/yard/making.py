@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from forkyard.errors import ConflictError, ForkyardError, InternalError, InvalidRequestError, to_wire
+from forkyard.errors import (
+    AccessDeniedError,
+    ConflictError,
+    ForkyardError,
+    InternalError,
+    InvalidRequestError,
+    to_wire,
+)
 from forkyard.host import files
 from forkyard.host.failpoint import failpoint
 from forkyard.oci.tools import Say, Tools
@@ -318,6 +325,8 @@ class Making:
         same = self.templates.find(doc.name)
         if same is not None and (same.key, same.layers) == (doc.key, doc.layers):
             doc = msgspec.structs.replace(doc, created_at=same.created_at)
+        elif same is not None:
+            _check_replaces(same, doc, caller)
         if doc.warm is not None:
             # A template whose warm command fails is none.
             await self.templates.warm(doc, usual, say)
@@ -433,6 +442,17 @@ class Making:
         """Leave no half-made thing behind; the tools' cache stays."""
         for name in ("tmp", "deposits"):
             files.rmtree(self.tools.root / name)
+
+
+def _check_replaces(same: TemplateDoc, doc: TemplateDoc, caller: Caller) -> None:
+    """Raises AccessDeniedError for a token that would replace somebody's template and may delete none."""
+    # Of a registry's name, that registry's owner may say something new at any time.
+    renewed = doc.image is not None and (doc.kind, doc.image) == (same.kind, same.image)
+    if caller.token is not None and "delete_template" not in caller.rights and not renewed:
+        raise AccessDeniedError(
+            f"there is another template {doc.name!r}, and the token {caller.name!r} may delete none",
+            hint="choose another name",
+        )
 
 
 def _warm_argv(warm: str | list[str] | bool | None, made: Made) -> list[str] | None:

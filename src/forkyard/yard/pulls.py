@@ -109,6 +109,7 @@ class Puller:
         if (made := self._same(found.config.digest, name)) is not None:
             say("note", "it is here already")
             return made
+        await asyncio.to_thread(_check, found)
         say("step", f"UNPACK {len(found.layers)} layers")
         return await self._unpacked(found.config, found.layers, name)
 
@@ -143,6 +144,20 @@ class Puller:
         except ForkyardError:
             return False
         return True
+
+
+def _check(image: images.Image) -> None:
+    """Layers are what the configuration names, whose digest is what an image is known by from now on.
+
+    Raises:
+        InvalidRequestError: one is not.
+    """
+    for path, named in zip(image.layers, image.config.diff_ids, strict=True):
+        if f"sha256:{sha256_file(path)}" != named:
+            raise InvalidRequestError(
+                f"the image is not whole: a layer is not {named[:80]}, which its configuration names",
+                hint="make or fetch it again",
+            )
 
 
 def _given(deposit: Path | None) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from forkyard.errors import ForkyardError, SandboxLostError
 from forkyard.host import process
 from forkyard.host.files import rmtree
-from forkyard.yard import names
+from forkyard.yard import agents, names
 from forkyard.yard.lifecycle import Lifecycle
 from forkyard.yard.machines import Start
 from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc
@@ -60,9 +60,20 @@ class Recovery:
         await self._sweep()
         for snapshot in [doc for doc in context.snapshots.values() if doc.kind == "fork"]:
             await snapshots.forget_unused(snapshot.id)
+        await asyncio.to_thread(agents.sweep, context.home, self._agents())
         for sandbox in context.sandboxes:
             self.lifecycle.leases.watch(sandbox)
             self.lifecycle.network.restore(sandbox)
+
+    def _agents(self) -> set[str]:
+        """The builds of the guest agent that something may still start with."""
+        context = self.context
+        used = {context.agent, *(doc.agent for doc in context.snapshots.values())}
+        used.update(sandbox.doc.agent for sandbox in context.sandboxes)
+        for name in context.images.names():
+            with contextlib.suppress(ForkyardError):
+                used.add(context.images.manifest(name).agent)
+        return used
 
     async def _attach(self, sandbox: Sandbox, slots: asyncio.Semaphore) -> None:
         doc = sandbox.doc
