@@ -57,7 +57,7 @@ async def test_a_store_that_another_home_uses_stays(tmp_home):
         pytest.skip("the store of this host is no file")
     pin = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); print(flush=True); sys.stdin.read()"
     argv = [sys.executable, "-c", pin, str(store.root)]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:  # noqa: ASYNC220
         assert other.stdout is not None and other.stdin is not None
         other.stdout.readline()
         await store.close(unmount=True)
