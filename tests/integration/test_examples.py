@@ -52,8 +52,8 @@ def test_rollout_tax(own_yard: OwnYard) -> None:  # noqa: F811
     )
     assert len(rows) == 3
     for _, few, many, *hours in rows:
-        assert 0 < float(few) < float(many)
-        assert int(hours[0]) == pytest.approx(float(few) * 1e6 / 3600, abs=3)
+        for each, hour in zip((few, many), hours, strict=True):
+            assert float(each) > 0 and int(hour) == pytest.approx(float(each) * 1e6 / 3600, abs=3)
 
 
 @pytest.mark.net

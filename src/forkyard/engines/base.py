@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 from forkyard.host import process
 
+KNOWN = ("gvisor", "qemu")
+"""The engines that a host may have."""
+
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:

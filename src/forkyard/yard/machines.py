@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forkyard.engines.base import Engine, Machine, MachineSpec
+from forkyard.engines.base import KNOWN, Engine, Machine, MachineSpec
 from forkyard.errors import (
     ConflictError,
     DeadlineError,
@@ -181,9 +181,11 @@ class Machines:
         """
         found = self.engines.get(name)
         if found is None:
+            there = ", ".join(self.engines)
+            if name not in KNOWN:
+                raise UnsupportedError(f"there is no engine {name[:80]!r}", hint=f"auto, or one of: {there}")
             raise UnsupportedError(
-                f"engine {name!r} is not set up here: there is {', '.join(self.engines)}",
-                hint=f"forkyard setup --engine {name}",
+                f"engine {name!r} is not set up here: there is {there}", hint=f"forkyard setup --engine {name}"
             )
         return found
 
