@@ -184,9 +184,8 @@ class Machines:
             there = ", ".join(self.engines)
             if name not in KNOWN:
                 raise UnsupportedError(f"there is no engine {name[:80]!r}", hint=f"auto, or one of: {there}")
-            raise UnsupportedError(
-                f"engine {name!r} is not set up here: there is {there}", hint=f"forkyard setup --engine {name}"
-            )
+            words = f"engine {name!r} is not set up here: there is {there}"
+            raise UnsupportedError(words, hint=f"forkyard setup --engine {name}")
         return found
 
     def agent_dir(self, digest: str) -> Path:
