@@ -28,6 +28,10 @@ from forkyard.host.failpoint import armed
 from forkyard.wire import Op, Packer, Type, encode
 
 
+# Their agents listen on the same addresses of this host's loopback.
+pytestmark = pytest.mark.xdist_group("names")
+
+
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield build(tmp_path_factory.mktemp("agent"))
