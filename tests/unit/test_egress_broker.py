@@ -27,7 +27,6 @@ from forkyard.guest.network import MUCH
 from forkyard.host.failpoint import armed
 from forkyard.wire import Op, Packer, Type, encode
 
-
 # Their agents listen on the same addresses of this host's loopback.
 pytestmark = pytest.mark.xdist_group("names")
 
