@@ -17,8 +17,6 @@ who wrote an archive they do not say.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
 import re
 import sys
@@ -29,10 +27,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from forkyard.errors import CorruptSnapshotError, InvalidRequestError, UnsupportedError
+from forkyard.host.threads import in_thread
 from forkyard.store.images import MANIFEST
 from forkyard.store.layerstream import BLOCK
 
-__all__ = ["FORMAT", "Manifest", "Part", "Reader", "in_thread", "write"]
+__all__ = ["FORMAT", "Manifest", "Part", "Reader", "write"]
 
 MAGIC = b"fysnap\r\n"
 FORMAT = 1
@@ -98,20 +97,6 @@ def _zstd() -> Any:
             hint="pip install 'forkyard[host]' where the daemon runs, then: forkyard daemon restart",
         ) from None
     return zstd
-
-
-async def in_thread(call: Callable[..., T], *args: Any) -> T:
-    """Run what blocks. A cancellation takes effect when it has ended, so that no undo meets it at work."""
-    future = asyncio.get_running_loop().run_in_executor(None, call, *args)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()
-        raise
 
 
 # -- out

@@ -23,6 +23,7 @@ import msgspec
 
 from forkyard.errors import CapacityError, ConflictError, InternalError, UnavailableError
 from forkyard.host.failpoint import failpoint
+from forkyard.host.threads import waited_out
 from forkyard.store.schema import MIGRATIONS, SANDBOX_COLUMNS, SNAPSHOT_COLUMNS
 
 __all__ = ["Catalog"]
@@ -197,15 +198,8 @@ class Catalog:
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put(_Job(work, future, loop, writes, durable))
         try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
             # it is committed, or not, before the caller goes on: nobody undoes a write still to come
-            while not future.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()
-            raise
+            return await waited_out(future)
         except sqlite3.IntegrityError as error:
             raise ConflictError(f"the catalog refuses it: {error}") from error
         except sqlite3.DatabaseError as error:

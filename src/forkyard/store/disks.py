@@ -35,6 +35,7 @@ from forkyard.errors import CapacityError, ConflictError, InternalError, Unsuppo
 from forkyard.host import files, mounts
 from forkyard.host.failpoint import failpoint_in_thread
 from forkyard.host.process import TaskStarter
+from forkyard.host.threads import in_thread
 from forkyard.store import overlay
 from forkyard.store.backend import DISK_IMAGE, Backend, BtrfsBackend, PlainBackend
 from forkyard.store.boxes import BoxDisk, Stray
@@ -235,16 +236,8 @@ class DiskStore:
     async def _thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run ``function`` in a thread. A cancellation takes effect when it has ended, so that
         whoever undoes it never meets it still at work."""
-        future = asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
         try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            while not future.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()
-            raise
+            return await in_thread(function, *args, executor=self._pool)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 if self._room is None:

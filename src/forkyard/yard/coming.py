@@ -15,8 +15,9 @@ import msgspec
 
 from forkyard.errors import CapacityError, CorruptSnapshotError, InvalidRequestError, UnsupportedError
 from forkyard.host import files
+from forkyard.host.threads import in_thread
 from forkyard.store import layerstream
-from forkyard.store.archive import Manifest, Part, Reader, in_thread
+from forkyard.store.archive import Manifest, Part, Reader
 from forkyard.types import CPU_WEIGHT
 from forkyard.yard import agents, names
 from forkyard.yard.context import Context

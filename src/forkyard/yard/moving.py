@@ -20,9 +20,10 @@ from pathlib import Path
 from forkyard.errors import CorruptSnapshotError
 from forkyard.host import files
 from forkyard.host.failpoint import failpoint
+from forkyard.host.threads import in_thread
 from forkyard.requests import Caller, ExportSnapshot, ImportSnapshot
 from forkyard.store import archive, layerstream
-from forkyard.store.archive import BLOCK, Manifest, Part, Reader, in_thread
+from forkyard.store.archive import BLOCK, Manifest, Part, Reader
 from forkyard.types import SnapshotInfo
 from forkyard.yard import agents, names
 from forkyard.yard.again import made_snapshot, mark_of

@@ -70,7 +70,9 @@ class Recovery:
         context = self.context
         used = {context.agent, *(doc.agent for doc in context.snapshots.values())}
         used.update(sandbox.doc.agent for sandbox in context.sandboxes)
-        for name in context.images.names():
+        # A snapshot's is in its row; only warm images have none. (A start is not to read every manifest.)
+        of_snapshots = {doc.image for doc in context.snapshots.values()}
+        for name in (name for name in context.images.names() if name not in of_snapshots):
             with contextlib.suppress(ForkyardError):
                 used.add(context.images.manifest(name).agent)
         return used

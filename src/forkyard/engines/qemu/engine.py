@@ -22,6 +22,7 @@ from forkyard.engines.qemu.qmp import QmpError, connected
 from forkyard.errors import CapacityError, CorruptSnapshotError, InternalError, UnsupportedError
 from forkyard.host import process
 from forkyard.host.files import rmtree
+from forkyard.host.threads import in_thread
 from forkyard.host.trace import span
 from forkyard.host.tsc import tsc_khz
 
@@ -99,7 +100,7 @@ class Qemu:
         try:
             await _save_state(machine, image / STATE)
             with span("memory"):
-                await _to_thread(
+                await in_thread(
                     memory.save_ram, machine.pid, private.address, machine.spec.dir / RAM, image / RAM
                 )
         except OSError as error:
@@ -338,16 +339,6 @@ async def _load(machine: Machine, image: Path) -> None:
                 ) from error
     finally:
         os.close(fd)
-
-
-async def _to_thread(function: Any, *arguments: Any) -> Any:
-    """As asyncio.to_thread, but a cancellation waits for its end: what it writes is removed then."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        raise
 
 
 async def _end_all(directory: Path) -> None:
