@@ -105,13 +105,19 @@ void stream_end(uint32_t id, int err, const char *what, const struct buf *payloa
 void channel_init(void);
 bool channel_read(void); /* false: the other end is gone */
 bool channel_flush(void);
+void channel_trim(void); /* give back what bulk data needed */
 bool channel_wants_write(void);
 bool channel_wants_read(void);
 bool channel_has_room(void); /* a bulk frame may be begun now */
 void emit(uint8_t type, uint16_t chan, uint32_t stream, const void *payload, size_t n);
 uint8_t *emit_begin(void); /* room for MAX_DATA bytes; then: */
+struct iovec;
+int emit_parts(struct iovec *, size_t n); /* the same for n bytes in several frames; how many those are */
 void emit_data(uint16_t chan, uint32_t stream, uint64_t off, size_t n);
 void emit_ack(uint16_t chan, uint32_t stream, uint64_t delivered, uint64_t limit);
+
+/* ---- transfer.c */
+void write_gathered(void); /* what uploads have left in the channel's buffer */
 
 /* ---- ops.c */
 void op_open(uint32_t stream, uint16_t op, struct in *in);

@@ -5,10 +5,14 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
-static uint8_t ibuf[4 * MAX_FRAME];
-static size_t ilen;
+/* What one read takes at most. Bulk data uses all of it; between transfers the first part is kept. */
+enum { KEPT = 256 << 10, PAGE = 4096, IBUF = (16 * MAX_FRAME + PAGE - 1) / PAGE * PAGE };
+static uint8_t ibuf[IBUF] __attribute__((aligned(PAGE))); /* whole pages: what follows is not given back */
+static size_t ilen, itouched;
 static uint32_t epoch;
 static struct buf obuf; /* [opos, len) is still to be written */
 static size_t opos;
@@ -60,6 +64,14 @@ void emit(uint8_t type, uint16_t chan, uint32_t stream, const void *payload, siz
 
 uint8_t *emit_begin(void) { return frame_room(MAX_PAYLOAD) + HDR + 8; }
 
+int emit_parts(struct iovec *parts, size_t n) {
+    int count = (int)((n + MAX_DATA - 1) / MAX_DATA);
+    uint8_t *at = frame_room((size_t)count * MAX_FRAME) + HDR + 8;
+    for (int i = 0; i < count; i++, at += MAX_FRAME, n -= MAX_DATA)
+        parts[i] = (struct iovec){at, n > MAX_DATA ? MAX_DATA : n};
+    return count;
+}
+
 void emit_data(uint16_t chan, uint32_t stream, uint64_t off, size_t n) {
     uint8_t *f = obuf.p + obuf.len;
     header_write(f, T_DATA, 0, chan, stream, (uint32_t)n + 8, epoch);
@@ -91,7 +103,7 @@ bool channel_flush(void) {
             opos += (size_t)n;
         }
         opos = obuf.len = 0;
-        if (obuf.cap > (1u << 20)) buf_free(&obuf);
+        if (obuf.cap > CONTROL_BACKLOG) buf_free(&obuf);
         if (quiesce == Q_ASKED)
             emit(T_QUIESCED, 0, 0, NULL, 0);
         else if (quiesce == Q_NONE)
@@ -248,6 +260,7 @@ static void parse(void) {
         }
         pos += HDR + h.length;
     }
+    write_gathered();
     memmove(ibuf, ibuf + pos, ilen - pos);
     ilen -= pos;
 }
@@ -257,6 +270,19 @@ bool channel_read(void) {
     if (n < 0) return errno == EAGAIN || errno == EINTR;
     if (!n) return false;
     ilen += (size_t)n;
+    if (ilen > itouched) itouched = ilen;
     parse();
     return true;
+}
+
+/* Nothing is under way: what transfers used would be in every image of this machine. */
+void channel_trim(void) {
+    if (!pending() && obuf.cap > KEPT) {
+        opos = 0;
+        buf_free(&obuf);
+    }
+    if (itouched > KEPT && ilen <= KEPT) {
+        madvise(ibuf + KEPT, sizeof ibuf - KEPT, MADV_DONTNEED);
+        itouched = KEPT;
+    }
 }

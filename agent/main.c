@@ -149,6 +149,7 @@ int main(int argc, char **argv) {
         size_t nd = discard_poll(fds + FIXED + nc, MAX_POLL - FIXED - nc);
         int timeout = (busy && channel_has_room()) || child_ended ? 0 : identity_timeout(cmds_timeout(-1));
         struct timespec t = {timeout / 1000, timeout % 1000 * 1000000L};
+        if (timeout && !streams_count()) channel_trim();
         int n = ppoll(fds, FIXED + nc + nd, timeout < 0 ? NULL : &t, &waiting);
         if (n > 0) {
             if (fds[0].revents && !channel_read()) return 0;

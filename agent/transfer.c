@@ -9,24 +9,31 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
-enum { UPLOAD_WINDOW = 1 << 20, NO_MODE = -1 };
+/* Frames that one system call fills or empties: in gVisor a call costs more than a frame's bytes. */
+enum { UPLOAD_WINDOW = 2 << 20, BATCH = 8, NO_MODE = -1 };
 
 struct reading { int fd; uint64_t off, left; };
 
 static bool read_pump(struct stream *s) {
     struct reading *r = s->ctx;
     if (r->off >= s->limit[1] && r->left) return false;
-    size_t n = r->left > MAX_DATA ? MAX_DATA : (size_t)r->left;
+    size_t n = r->left > BATCH * MAX_DATA ? BATCH * MAX_DATA : (size_t)r->left;
     if (n > s->limit[1] - r->off) n = (size_t)(s->limit[1] - r->off);
-    ssize_t got = n ? read(r->fd, emit_begin(), n) : 0;
+    struct iovec parts[BATCH];
+    ssize_t got = n ? readv(r->fd, parts, emit_parts(parts, n)) : 0;
     if (got <= 0) {
         stream_end(s->id, got < 0 ? errno : 0, got < 0 ? strerror(errno) : NULL, NULL);
         return false;
     }
-    emit_data(1, s->id, r->off, (size_t)got);
-    r->off += (uint64_t)got;
+    for (size_t left = (size_t)got; left;) {
+        size_t part = left > MAX_DATA ? MAX_DATA : left;
+        emit_data(1, s->id, r->off, part);
+        r->off += part;
+        left -= part;
+    }
     r->left -= (uint64_t)got;
     return true;
 }
@@ -73,11 +80,16 @@ struct writing {
     struct user user;
     char *path, *temp; /* temp is NULL when the target is written in place */
     int64_t mode;
-    uint64_t off, acked;
+    uint64_t off, acked; /* off: of what came, whether it is written or waits in parts */
+    struct iovec parts[BATCH];
+    int n;
 };
+/* The stream whose data waits: it lies in the channel's buffer, and is written before that is moved. */
+static struct stream *gathered;
 
 static void write_close(struct stream *s) {
     struct writing *w = s->ctx;
+    if (gathered == s) gathered = NULL;
     if (w->fd >= 0) close(w->fd);
     if (w->temp) { /* never finished: as if nothing had happened */
         if (!user_become(&w->user)) unlink(w->temp);
@@ -90,32 +102,52 @@ static void write_close(struct stream *s) {
 
 static void write_fail(struct stream *s, int err) { stream_end(s->id, err, strerror(err), NULL); }
 
+static bool write_parts(struct stream *s) {
+    struct writing *w = s->ctx;
+    gathered = NULL;
+    for (int at = 0; at < w->n;) {
+        ssize_t k = writev(w->fd, w->parts + at, w->n - at);
+        if (k < 0 && errno == EINTR) continue;
+        if (k <= 0) {
+            write_fail(s, k ? errno : ENOSPC);
+            return false;
+        }
+        for (; at < w->n && (size_t)k >= w->parts[at].iov_len; at++) k -= (ssize_t)w->parts[at].iov_len;
+        if (at < w->n) {
+            w->parts[at].iov_base = (uint8_t *)w->parts[at].iov_base + k;
+            w->parts[at].iov_len -= (size_t)k;
+        }
+    }
+    w->n = 0;
+    if (w->off - w->acked >= UPLOAD_WINDOW / 8) {
+        w->acked = w->off;
+        emit_ack(0, s->id, w->off, w->off + UPLOAD_WINDOW);
+    }
+    return true;
+}
+
+void write_gathered(void) {
+    if (gathered) write_parts(gathered);
+}
+
 static void write_data(struct stream *s, uint16_t chan, uint64_t off, const uint8_t *p, size_t n) {
     struct writing *w = s->ctx;
     if (chan || off != w->off) {
         write_fail(s, EPROTO);
         return;
     }
-    while (n) {
-        ssize_t k = write(w->fd, p, n);
-        if (k < 0 && errno == EINTR) continue;
-        if (k <= 0) {
-            write_fail(s, k ? errno : ENOSPC);
-            return;
-        }
-        p += k;
-        n -= (size_t)k;
-        w->off += (uint64_t)k;
-    }
-    if (w->off - w->acked >= UPLOAD_WINDOW / 8) {
-        w->acked = w->off;
-        emit_ack(0, s->id, w->off, w->off + UPLOAD_WINDOW);
-    }
+    if (gathered != s) write_gathered();
+    if (!n) return;
+    w->parts[w->n++] = (struct iovec){(void *)p, n};
+    w->off += n;
+    gathered = s;
+    if (w->n == BATCH) write_parts(s);
 }
 
 static void write_eof(struct stream *s, uint16_t chan) {
     struct writing *w = s->ctx;
     struct stat st;
+    if (!write_parts(s)) return;
     int err = user_become(&w->user);
     if (!err && w->mode != NO_MODE && fchmod(w->fd, (mode_t)w->mode & 07777) < 0) err = errno;
     if (!err && fstat(w->fd, &st) < 0) err = errno;

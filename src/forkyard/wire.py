@@ -158,8 +158,9 @@ def encode_request(op: int, stream: int, epoch: int, payload: bytes) -> list[byt
     ]
 
 
-def encode_data(stream: int, epoch: int, chan: int, offset: int, data: bytes) -> bytes:
-    return encode(Type.DATA, stream, epoch, offset.to_bytes(8, "little") + data, chan=chan)
+def encode_data(stream: int, epoch: int, chan: int, offset: int, data: bytes | memoryview) -> bytes:
+    payload = b"".join((offset.to_bytes(8, "little"), data))
+    return encode(Type.DATA, stream, epoch, payload, chan=chan)
 
 
 def encode_attach(epoch: int, nonce: bytes, features: int = 0) -> bytes:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import time
@@ -36,11 +37,12 @@ from forkyard.wire import (
 READ_BYTES = 128 << 10
 BACKLOG_BYTES = 1 << 20
 # Several frames: fewer turns between the two sides for the same bytes.
-PIPE_BYTES = 256 << 10
+PIPE_BYTES = 1 << 20
+PARTS = 16
 MAX_MESSAGE = 8 << 20
 FORGIVEN_S = 60.0
 # Bulk data waits for its turn while more than this is queued, so that a command never waits long.
-BULK_BYTES = 64 << 10
+BULK_BYTES = 512 << 10
 # A command that begins goes first: connections that carry much stand still until it ends, or this
 # long, and then stand no more for a while. Not the wire is short then, but the guest's CPU.
 HOLD_S, REST_S = 0.1, 0.05
@@ -294,13 +296,12 @@ class Channel:
         assert self._loop is not None
         try:
             while self._out:
-                part = self._out[0]
-                n = os.write(self._to, part)
+                n = os.writev(self._to, list(itertools.islice(self._out, PARTS)))
                 self._out_bytes -= n
-                if n < len(part):
-                    self._out[0] = part[n:]
-                else:
-                    self._out.popleft()
+                while n and n >= len(self._out[0]):
+                    n -= len(self._out.popleft())
+                if n:
+                    self._out[0] = self._out[0][n:]
         except (BlockingIOError, InterruptedError):
             if not self._writing:
                 self._loop.add_writer(self._to, self._writable)

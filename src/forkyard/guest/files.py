@@ -22,8 +22,9 @@ from forkyard.types import FileInfo
 from forkyard.wire import Frame, Op, Packer, Type, Unpacker, WireError
 
 STALL_S = 60.0
-WINDOW = 1 << 20
-ACK_EVERY = 128 << 10
+# The agent reads as much at a time as it may send.
+WINDOW = 2 << 20
+ACK_EVERY = BATCH = 512 << 10
 MAX_ENTRIES = 1_000_000
 NO_MODE = 0xFFFFFFFF
 
@@ -72,7 +73,6 @@ class Transfer:
         self._wake = asyncio.Event()
         self._offset = offset
         self._granted = offset + wire.WINDOW
-        self._acked = offset
         self._taken = offset
         self._credit = wire.WINDOW
         self.end: Unpacker | None = None
@@ -119,11 +119,13 @@ class Transfer:
         try:
             while True:
                 while self._queue:
-                    data = self._queue.popleft()
+                    # Fewer and larger pieces cost everyone who passes them on less.
+                    data = b"".join(self._queue)
+                    self._queue.clear()
                     yield data
                     self._taken += len(data)
-                    if self._taken - self._acked >= ACK_EVERY and self.end is None and self.error is None:
-                        self._acked = self._taken
+                    low = self._granted - self._taken <= WINDOW - ACK_EVERY
+                    if low and self.end is None and self.error is None:
                         self._granted = self._taken + WINDOW
                         payload = self._taken.to_bytes(8, "little") + self._granted.to_bytes(8, "little")
                         self._channel.send(
@@ -148,13 +150,16 @@ class Transfer:
                 await self.moved()
                 continue
             await self._channel.room()
-            n = min(len(view), credit, wire.MAX_DATA)
-            frame = wire.encode_data(
-                self.stream, self._channel.epoch, wire.STDIN, self._offset, bytes(view[:n])
-            )
-            self._offset += n
-            view = view[n:]
-            self._channel.send(frame)
+            # All that may go goes at once: each write wakes the guest.
+            frames = []
+            for at in range(0, min(len(view), credit, BATCH), wire.MAX_DATA):
+                part = view[at : at + min(wire.MAX_DATA, credit - at)]
+                frames.append(
+                    wire.encode_data(self.stream, self._channel.epoch, wire.STDIN, self._offset, part)
+                )
+                self._offset += len(part)
+            view = view[min(len(view), credit, BATCH) :]
+            self._channel.send(*frames)
         return True
 
     async def result(self) -> Unpacker:
