@@ -216,6 +216,12 @@ def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
     with shown(Board(3), True):
         pass
     assert capsys.readouterr().err == "0/3 samples, 0 running, score -, 0.0/min\n"
+    board = Board(1)
+    with shown(board, True):
+        board.started()
+        board.left()
+        board.ended(sample("a", 0))
+    assert [line[:11] for line in capsys.readouterr().err.splitlines()] == ["1/1 samples"], "once, not twice"
 
 
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

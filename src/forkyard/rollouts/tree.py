@@ -14,7 +14,7 @@ from forkyard.types import Record, SandboxInfo
 # How a sandbox came to stand in a node's state: a new copy, the same one taken back, or it was
 # still there.
 Way = Literal["fork", "rewind", "stay"]
-Stopped = Literal["exhausted", "nodes", "seconds", "target"]
+Stopped = Literal["exhausted", "nodes", "seconds", "memory", "target"]
 
 
 @dataclass(eq=False, slots=True)
@@ -134,7 +134,8 @@ class SearchResult(Record):
     """``best`` is the node with the highest score (the first of them), None if there is none, and
     ``sandbox`` a running copy of its state, yours to delete. ``marks`` give pass at a budget, the last
     of them at the whole one. ``returns`` has the seconds of each return, by way; ``stopped`` why
-    the search ended."""
+    the search ended. ``peak_mb`` is the most that its sandboxes and states came to while it searched,
+    as ``Budget.memory_mb`` counts them."""
 
     best: Node | None
     tree: Tree
@@ -145,6 +146,7 @@ class SearchResult(Record):
     stopped: Stopped
     returns: Mapping[Way, list[float]] = field(default_factory=dict)
     peak_sandboxes: int = 0
+    peak_mb: float = 0.0
 
     @property
     def passed(self) -> bool | None:
