@@ -167,8 +167,10 @@ def _print(report: Report, html: Path | None, as_json: bool) -> int:
         report.to_html(html)
         note(f"wrote {html}")
     print(report.to_json() if as_json else report, flush=True)
-    unscored = {name: count for name, count in report.outcomes.items() if name in INVALID}
-    counts = ", ".join(f"{count} {name}" for name, count in sorted(unscored.items()))
+    from forkyard.rollouts.types import UNSCORED
+
+    unscored = sorted((name, count) for name, count in report.outcomes.items() if name in UNSCORED)
+    counts = ", ".join(f"{count} {name}" for name, count in unscored)
     if not any(sample.valid for sample in report.samples):
         note(f"forkyard: nothing was scored: {counts or 'there are no samples'}")
         return 1

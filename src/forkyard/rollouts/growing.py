@@ -113,7 +113,7 @@ class Search:
             if self.spent or not self.open(parent):
                 return None
             if not may:
-                self._stopped = "memory"
+                await self._give_up(parent)
                 return None
             self._begun += 1
             node = Node(None, action, number=self._begun, parent=parent)
@@ -131,6 +131,13 @@ class Search:
             node.ended = "pruned"
         await self._after(node)
         return node
+
+    async def _give_up(self, node: Node) -> None:
+        """Nothing fits that is tried from here: go on elsewhere, if that helps."""
+        if self._held(node):
+            self._stopped = "memory"
+        else:
+            await self.finish(node, "memory")
 
     async def finish(self, node: Node, why: str) -> None:
         """Nothing further is tried from here."""

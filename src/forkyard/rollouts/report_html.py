@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forkyard.errors import ForkyardError
 from forkyard.rollouts import charts
+from forkyard.rollouts.types import UNSCORED
 
 if TYPE_CHECKING:
     from forkyard.rollouts.report import Report
@@ -84,7 +85,7 @@ def _summary(report: Report) -> str:
 def _rates(report: Report) -> str:
     score = report.score
     bars = [("score", score.value, score.interval.low, score.interval.high)]
-    if report.outcomes.keys() & {"infra", "grader_error", "timeout_contended"}:
+    if report.outcomes.keys() & set(UNSCORED):
         strict = score.strict_interval
         bars.append(("score, losses failed", score.strict, strict.low, strict.high))
     bars += [(rate.name, rate.value, rate.interval.low, rate.interval.high) for rate in report.rates]

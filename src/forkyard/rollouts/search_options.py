@@ -22,8 +22,9 @@ class Budget(Record):
 
     A sandbox counts as the one that took most so far, a state as what it keeps on the disk (the
     source's own is not counted). Nothing is tried unless it and the state that it makes fit beside
-    what is there: for that the states with the lowest scores go, except the best one's, those of marks
-    and those from which something is being tried; where that is not enough, the search ends. What is
+    what is there: for that the states with the lowest scores go, and at last the one it was to be tried
+    from, but never the best one's, those of marks and those from which something is being tried; where
+    not even something from the best one or the root fits, the search ends. What is
     not known before may exceed it: what an action uses more than any before (each sandbox's own
     ``mem_mb`` is the wall), and by how much a state is larger than any before. And when the search has
     ended, one copy at a time is made for checks and the result.

@@ -118,6 +118,9 @@ class States:
                 hint="raise memory_mb",
             )
         self.parallel = min(self.parallel, int(memory_mb // each_mb))
+        if self.costs.cheaper() == "rewind":
+            # Where no second sandbox fits, this one has to come back to the beginning.
+            box.copies[root] = (await self.client.checkpoint(box.sandbox)).id
         box.busy = False
 
     @contextlib.asynccontextmanager
