@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +95,21 @@ class Tree:
     def save_svg(self, path: str | Path) -> None:
         """Write :meth:`to_svg` to a file."""
         Path(path).write_text(self.to_svg())
+
+    @classmethod
+    def from_dict(cls, rows: Sequence[Mapping[str, Any]]) -> Tree:
+        """What :meth:`to_dict` gave, to be drawn again. Raises KeyError, TypeError: it is none."""
+        nodes: dict[int, Node] = {}
+        best = None
+        for row in rows:
+            parent = None if row["parent"] is None else nodes[row["parent"]]
+            node = Node(None, row["action"], row["score"], row["number"], parent)
+            node.error, node.ended = row["error"], row["ended"]
+            nodes[node.number] = node
+            if parent is not None:
+                parent.children.append(node)
+            best = node if row["best"] else best
+        return cls(next(iter(nodes.values()), Node(None)), best)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Plain data, a line for each node; actions that are no plain data become text."""
