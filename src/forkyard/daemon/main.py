@@ -23,7 +23,7 @@ from pathlib import Path
 
 from forkyard import __version__, config, errors, verbs
 from forkyard.daemon import lock, logs
-from forkyard.host import trace, userns
+from forkyard.host import priority, trace, userns
 from forkyard.host.failpoint import arm_from_environment
 
 TAKEN = 3
@@ -47,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (errors.ForkyardError, OSError) as error:
         print(f"forkyard daemon: {error}", file=sys.stderr)
         return 1
-    if args.detach and os.fork():
-        os._exit(0)
+    if args.detach:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
     ready = _Ready(args.ready_fd)
     os.umask(0o077)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -112,6 +114,8 @@ async def _serve(settings: config.Settings, ready: _Ready) -> None:
 
     become_subreaper()
     _raise_file_limit()
+    # All streams of all sandboxes pass through this thread: who keeps the CPUs busy must not keep it waiting.
+    priority.go_first()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
