@@ -57,7 +57,8 @@ async def test_many_small_frames_leave_others_their_turn(monkeypatch: pytest.Mon
         assert "".join("f" if one == "frame" else "o" for one in order).count("of") == 20
         os.write(guests, b"\0" * 100)
         async with asyncio.timeout(5):
-            while not channel._decoder.hunting:  # what comes after a pause is looked at as before
+            # What comes after a pause is looked at as before.
+            while not channel._decoder.hunting:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         assert not lost
     finally:
