@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +23,16 @@ IDLE_BOXES = 4
 # What one contender does behind its last sample (a spare box, writing back) is not to slow the next one's.
 SETTLE_S = 0.3
 BURST = 8
+FORKED = 8
+MANY_FILES = [
+    "python3",
+    "-c",
+    "import os\n"
+    "for d in range(50):\n"
+    "    os.makedirs(f'/var/tmp/many/{d}')\n"
+    "    for f in range(1000):\n"
+    "        open(f'/var/tmp/many/{d}/{f}', 'w').write(str(f))\n",
+]
 
 
 @dataclass(frozen=True)
@@ -136,12 +147,30 @@ def burst(bench: Bench) -> None:
     bench.turns(f"create {BURST} in a row", turn)
 
 
-def forks(bench: Bench, n: int, heap_mb: int) -> None:
-    """Fork one source again and again; the copies answer a command each, then go."""
-    heap = f"{heap_mb} MB heap" if heap_mb else "idle"
+def forks(
+    bench: Bench,
+    n: int,
+    heap_mb: int,
+    fill: list[str] | None = None,
+    what_is: str = "",
+    turns: int | None = None,
+) -> None:
+    """Fork one source again and again; the copies answer a command each, then go.
+
+    Args:
+        fill: A command of the source's, before; ``what_is`` says what it leaves there.
+        turns: Fewer than all.
+    """
+    heap = what_is or (f"{heap_mb} MB heap" if heap_mb else "idle")
     what = f"fork n={n}, {heap}"
 
-    with bench.boxes(lambda contender: contender.source(heap_mb)) as sources:
+    def source(contender: Contender) -> str:
+        box = contender.source(heap_mb)
+        if fill:
+            contender.run(box, fill)
+        return box
+
+    with bench.boxes(source) as sources:
 
         def turn(contender: Contender, index: int) -> None:
             source = sources[contender.name]
@@ -165,7 +194,7 @@ def forks(bench: Bench, n: int, heap_mb: int) -> None:
             if "dirty_mb" in forked.said:
                 bench.add(f"dirty at the pause, {heap}", name, index, forked.said["dirty_mb"], "MB")
 
-        bench.turns(what, turn, settle_s=2 * SETTLE_S)
+        bench.turns(what, turn, turns and min(turns, bench.n), settle_s=2 * SETTLE_S)
 
 
 def rewinds(bench: Bench, heap_mb: int = 0) -> None:
@@ -221,9 +250,18 @@ def commands(bench: Bench) -> None:
 
 
 def files(bench: Bench) -> None:
-    """100 MB of noise in, and back out, from and to memory."""
+    """1 KB and 100 MB of noise in, and back out, from and to memory."""
     data = os.urandom(FILE_MB << 20)
     with bench.boxes(lambda contender: contender.start()) as boxes:
+
+        def small(contender: Contender, index: int) -> None:
+            box, name = boxes[contender.name], contender.name
+            for number in range(IN_A_ROW):
+                at = index * IN_A_ROW + number if index >= 0 else -1
+                with bench.timed("file of 1 KB in", name, at):
+                    contender.put(box, data[:1024])
+                with bench.timed("file of 1 KB out", name, at):
+                    contender.get(box)
 
         def turn(contender: Contender, index: int) -> None:
             box, name = boxes[contender.name], contender.name
@@ -238,6 +276,7 @@ def files(bench: Bench) -> None:
                 bench.add("file in", name, index, FILE_MB / (between - begun), "MB/s")
                 bench.add("file out", name, index, FILE_MB / (ended - between), "MB/s")
 
+        bench.turns("1 KB in and out", small, n=min(bench.n, 10))
         bench.turns("100 MB in and out", turn, n=min(bench.n, 10), settle_s=1)
 
 
@@ -270,6 +309,68 @@ def idle(bench: Bench, watch_s: float) -> None:
                     contender.end(box)
 
 
+def output(bench: Bench) -> None:
+    """100 MB of a command's output, read as it comes."""
+    argv = ["head", "-c", str(FILE_MB << 20), "/dev/zero"]
+    with bench.boxes(lambda contender: contender.start()) as boxes:
+
+        def turn(contender: Contender, index: int) -> None:
+            begun = time.perf_counter()
+            size = contender.read_out(boxes[contender.name], argv)
+            took = time.perf_counter() - begun
+            if size != FILE_MB << 20:
+                raise AssertionError(f"{size} bytes came of {FILE_MB << 20}")
+            if index >= 0:
+                bench.add("output of a command", contender.name, index, FILE_MB / took, "MB/s")
+
+        bench.turns("100 MB of output", turn, n=min(bench.n, 10), settle_s=1)
+
+
+def sustained(bench: Bench, for_s: float) -> None:
+    """Fork eight, delete them, and again without a pause, for so long."""
+    with bench.boxes(lambda contender: contender.source(0)) as sources:
+
+        def turn(contender: Contender, index: int) -> None:
+            begun, made = time.perf_counter(), 0
+            while (took := time.perf_counter() - begun) < (for_s if index >= 0 else 0.1):
+                boxes = contender.fork(sources[contender.name], FORKED, 0).boxes
+                made += len(boxes)
+                with ThreadPoolExecutor(FORKED) as threads:
+                    list(threads.map(contender.end, boxes))
+            if index >= 0:
+                bench.add(
+                    f"forks made and deleted, {FORKED} at a time", contender.name, index, made / took, "/s"
+                )
+
+        bench.turns("forks without a pause", turn, n=min(bench.n, 3), settle_s=2)
+
+
+def busy(bench: Bench, watch_s: float) -> None:
+    """Forks of a program that holds 100 MB and wakes five times a second: memory and CPU of each."""
+    with bench.boxes(lambda contender: contender.source(HEAP_MB)) as sources:
+
+        def turn(contender: Contender, index: int) -> None:
+            if index < 0:
+                return
+            boxes = contender.fork(sources[contender.name], IDLE_BOXES, HEAP_MB).boxes
+            try:
+                time.sleep(2)
+                pids = [contender.pids(box) for box in boxes]
+                begun, before = time.perf_counter(), [machine.cpu_s(group) for group in pids]
+                time.sleep(watch_s)
+                took = time.perf_counter() - begun
+                for at, (group, used) in enumerate(zip(pids, before, strict=True)):
+                    name = contender.name
+                    bench.add("memory (PSS) of a fork with 100 MB", name, at, machine.pss_mb(group), "MB")
+                    cpu = 100 * (machine.cpu_s(group) - used) / took
+                    bench.add("CPU of a fork that wakes 5 times a second", name, at, cpu, "%")
+            finally:
+                for box in boxes:
+                    contender.end(box)
+
+        bench.turns("forks of a live program", turn, n=1)
+
+
 # In the order of a run.
 CASES: dict[str, Callable[[Bench], None]] = {
     "lifecycle": lifecycle,
@@ -278,10 +379,15 @@ CASES: dict[str, Callable[[Bench], None]] = {
     "fork8": lambda bench: forks(bench, 8, 0),
     "fork1-heap": lambda bench: forks(bench, 1, HEAP_MB),
     "fork8-heap": lambda bench: forks(bench, 8, HEAP_MB),
+    "fork1-gb": lambda bench: forks(bench, 1, 1024, turns=5),
+    "fork1-files": lambda bench: forks(bench, 1, 0, MANY_FILES, "50,000 files written", 5),
+    "sustained": lambda bench: sustained(bench, 4 if bench.n < 10 else 15),
     "checkpoint": checkpoints,
     "rewind": rewinds,
     "rewind-heap": lambda bench: rewinds(bench, HEAP_MB),
     "exec": commands,
     "files": files,
+    "output": output,
     "idle": lambda bench: idle(bench, 3 if bench.n < 10 else 15),
+    "busy": lambda bench: busy(bench, 3 if bench.n < 10 else 15),
 }

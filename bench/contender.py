@@ -46,12 +46,16 @@ class Contender(Protocol):
 
     def run(self, box: str, argv: list[str]) -> None: ...
 
+    def read_out(self, box: str, argv: list[str]) -> int:
+        """Run a command and read what it prints as it comes; how many bytes that was."""
+        ...
+
     def end(self, box: str) -> None:
         """Leaves nothing of the box."""
         ...
 
     def source(self, heap_mb: int) -> str:
-        """A box to fork, with a live process of that size if it is not 0."""
+        """A box to fork, with a live process of that size if it is not 0, and memory for it."""
         ...
 
     def fork(self, box: str, n: int, heap_mb: int) -> Forked: ...

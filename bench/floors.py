@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import tempfile
 from pathlib import Path
 
-from bench.cases import IN_A_ROW, PAUSE_S, SHELL_TRUE, TRUE, Bench
+from bench.cases import FILE_MB, IN_A_ROW, PAUSE_S, SHELL_TRUE, TRUE, Bench
 from bench.ours import Forkyard, base_layers, lender
 from forkyard.engines.gvisor import Runsc
 from forkyard.guest import Guest, SpawnSpec
@@ -24,6 +25,7 @@ def floors(bench: Bench) -> None:
     bench.note("floors")
     layers = base_layers(lender())
     _host(bench, layers)
+    _memory(bench)
     for contender in bench.contenders:
         if not isinstance(contender, Forkyard):
             continue
@@ -51,6 +53,20 @@ def _host(bench: Bench, layers: list[Path]) -> None:
                 mounts.mount_overlay(layers, directory / "up", directory / "wk", target)
             with bench.timed("overlay unmount", NAME, index):
                 mounts.unmount(target)
+
+
+def _memory(bench: Bench) -> None:
+    """What a wire and a memory image cost at least: a byte to another process and back, and a copy."""
+    source, copy = memoryview(os.urandom(FILE_MB << 20)), memoryview(bytearray(FILE_MB << 20))
+    for index in range(-1, bench.n):
+        with bench.timed(f"{FILE_MB} MB copied in memory", NAME, index):
+            copy[:] = source
+    with subprocess.Popen(["cat", "-u"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as echo:
+        assert echo.stdin is not None and echo.stdout is not None
+        for index in range(-1, 20 * bench.n):
+            with bench.timed("a byte through a pipe and back", NAME, index):
+                echo.stdin.write(b"x")
+                echo.stdout.read(1)
 
 
 async def _agent(bench: Bench, contender: Forkyard, layers: list[Path]) -> None:

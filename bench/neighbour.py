@@ -1,16 +1,26 @@
-"""A command while the sandbox next door does its worst: what one tenant costs another."""
+"""A command while the sandbox next door does its worst: what one tenant costs another.
+
+What else the machine does changes within seconds, so that every bomb takes turns with no bomb: a few
+commands without, a few beside it, and again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from bench.cases import TRUE, Bench
 from bench.ours import Forkyard
 from forkyard.errors import ForkyardError
 
-COMMANDS = 100
+TURNS = 10
+COMMANDS = 20
+OPEN_STREAMS = 1000
+PORT = 7000
 # Each goes on until it is ended.
 BOMBS = {
     "forks": "f() { f | f & }; f; sleep 60",
@@ -19,7 +29,22 @@ BOMBS = {
     "output": "yes",
     "disk": "head -c 4G /dev/zero > fill; rm -f fill",
     "inodes": "mkdir -p d; for i in $(seq 5000); do : > d/$i; done; rm -rf d",
+    "10000 processes": "for i in $(seq 10000); do sleep 60 & done; wait",
 }
+# What comes in goes back, as fast as it is taken.
+ECHO = f"""
+import asyncio
+async def echo(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+async def main():
+    server = await asyncio.start_server(echo, "127.0.0.1", {PORT}, backlog={OPEN_STREAMS})
+    await server.serve_forever()
+asyncio.run(main())
+"""
+STREAMS = f"{OPEN_STREAMS} open streams"
+NONE = "no bomb"
 
 
 def neighbour(bench: Bench) -> None:
@@ -28,26 +53,34 @@ def neighbour(bench: Bench) -> None:
         bench.note(f"{ours.name}: a command beside bombs")
         box = ours.start()
         try:
-            _measure(bench, ours, box, "no bomb", [])
-            for name, bomb in BOMBS.items():
-                _measure(bench, ours, box, name, [bomb])
-            _measure(bench, ours, box, "all of these", list(BOMBS.values()))
+            for turn in range(TURNS):
+                bench.note(f"  turn {turn + 1} of {TURNS}")
+                for name in [*BOMBS, STREAMS, "all of these"]:
+                    _measure(bench, ours, box, turn, f"{NONE}, in turns with: {name}", [])
+                    together = [*BOMBS, STREAMS] if name == "all of these" else [name]
+                    _measure(bench, ours, box, turn, name, together)
         finally:
             ours.end(box)
 
 
-def _measure(bench: Bench, ours: Forkyard, box: str, name: str, bombs: list[str]) -> None:
+def _measure(bench: Bench, ours: Forkyard, box: str, turn: int, name: str, bombs: list[str]) -> None:
+    with _going_off(ours, bombs) if bombs else contextlib.nullcontext():
+        for index in range(-1, COMMANDS):
+            number = turn * COMMANDS + index if index >= 0 else -1
+            with bench.timed(f"exec `true`, next door: {name}", ours.name, number):
+                ours.run(box, TRUE)
+
+
+@contextlib.contextmanager
+def _going_off(ours: Forkyard, bombs: list[str]) -> Iterator[None]:
     bad = ours.client.create_sandbox(mem_mb=512, disk_mb=1024).id
     over = threading.Event()
-    threads = [threading.Thread(target=_go_off, args=(ours, bad, bomb, over)) for bomb in bombs]
+    threads = [threading.Thread(target=_throw, args=(ours, bad, bomb, over)) for bomb in bombs]
     try:
         for thread in threads:
             thread.start()
-        if bombs:
-            time.sleep(2)
-        for index in range(-1, COMMANDS):
-            with bench.timed(f"exec `true`, next door: {name}", ours.name, index):
-                ours.run(box, TRUE)
+        time.sleep(2)
+        yield
     finally:
         over.set()
         ours.end(bad)
@@ -55,10 +88,40 @@ def _measure(bench: Bench, ours: Forkyard, box: str, name: str, bombs: list[str]
             thread.join()
 
 
-def _go_off(ours: Forkyard, bad: str, bomb: str, over: threading.Event) -> None:
+def _throw(ours: Forkyard, bad: str, bomb: str, over: threading.Event) -> None:
     """Again and again: a bomb that is ended for what it did is thrown anew."""
     while not over.is_set():
         # Its sandbox is deleted under it at the end, or did not survive it.
-        with contextlib.suppress(ForkyardError):
-            ours.client.shell(bad, bomb, timeout_s=30, max_output=1 << 16)
+        with contextlib.suppress(ForkyardError, OSError):
+            if bomb == STREAMS:
+                _streams(ours, bad, over)
+            else:
+                ours.client.shell(bad, BOMBS[bomb], timeout_s=30, max_output=1 << 16)
         over.wait(0.05)
+
+
+def _streams(ours: Forkyard, bad: str, over: threading.Event) -> None:
+    """Many connections to a port inside, each of which sends and is sent something all the time."""
+    with contextlib.ExitStack() as stack:
+        server = ours.client.spawn(bad, ["python3", "-c", ECHO])
+        stack.callback(server.close)
+        where = urlsplit(ours.client.expose(bad, PORT))
+        connections: list[socket.socket] = []
+        while not over.is_set():
+            if len(connections) < OPEN_STREAMS:
+                # Beyond what a sandbox may have they are reset, and asked for again.
+                with contextlib.suppress(ConnectionResetError):
+                    one = stack.enter_context(
+                        socket.create_connection((where.hostname, where.port), timeout=10)
+                    )
+                    one.setblocking(False)
+                    connections.append(one)
+            for one in list(connections):
+                try:
+                    one.send(b"x" * 1000)
+                    if not one.recv(65536):
+                        connections.remove(one)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    connections.remove(one)

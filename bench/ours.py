@@ -27,6 +27,8 @@ from forkyard.setup.runsc import read_engine
 from forkyard.setup.templates import layer_paths, read_template
 
 WARM_S = 60
+# More than half of what a sandbox has unless it is told.
+LARGE_MB = 250
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,14 @@ class Forkyard:
     def run(self, box: str, argv: list[str]) -> None:
         self.client.exec(box, argv, check=True)
 
+    def read_out(self, box: str, argv: list[str]) -> int:
+        return sum(len(chunk.data) for chunk in self.client.spawn(box, argv).stream())
+
     def end(self, box: str) -> None:
         self.client.delete_sandbox(box)
 
     def source(self, heap_mb: int) -> str:
-        box = self.start()
+        box = self.client.create_sandbox(mem_mb=2 * heap_mb).id if heap_mb > LARGE_MB else self.start()
         if heap_mb:
             process = self.client.spawn(box, argv_of_heap(heap_mb), detach=True)
             self._heaps.append(process)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.cases import Row
@@ -30,6 +28,21 @@ GOALS = {
     "destroy": "<= 15",
     "idle memory (PSS)": "<= 15",
     "idle CPU": "0",
+}
+
+
+# What nothing built here can go below, by the floor's own metric.
+FLOORS = {
+    "exec `true`, in a row": "agent's floor of `true`, in a row",
+    "exec `true`, after 0.5 s": "agent's floor of `true`, after 0.5 s",
+    "exec `sh -c true`, in a row": "agent's floor of `sh -c true`, in a row",
+    "exec `sh -c true`, after 0.5 s": "agent's floor of `sh -c true`, after 0.5 s",
+    "file of 1 KB in": "agent's ping",
+    "file of 1 KB out": "agent's ping",
+    "source paused, 100 MB heap": "100 MB copied in memory",
+    "fork n=1, 100 MB heap": "100 MB copied in memory",
+    "rewind, 100 MB heap": "100 MB copied in memory",
+    "create": "overlay mount",
 }
 
 
@@ -60,9 +73,14 @@ def figures(rows: Iterable[Row]) -> dict[str, dict[str, Figure]]:
     }
 
 
-def markdown(about: dict[str, Any], rows: list[Row], failures: list[str]) -> str:
-    """The whole report."""
-    found = figures(rows)
+def markdown(
+    about: dict[str, Any],
+    rows: list[Row],
+    failures: list[str],
+    before: dict[str, dict[str, Figure]] | None = None,
+) -> str:
+    """The whole report; ``before`` are the figures of the run that it is compared with."""
+    found, before = figures(rows), before or {}
     contenders = list(dict.fromkeys(row.contender for row in rows))
     lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
     if failures:
@@ -71,37 +89,31 @@ def markdown(about: dict[str, Any], rows: list[Row], failures: list[str]) -> str
     lines += ["", _line(["", "unit", *contenders, "goal"]), _line(["---"] * (len(contenders) + 3))]
     for key, by in found.items():
         metric, _, unit = key.partition("|")
-        cells = [_short(by[name].median) if name in by else "" for name in contenders]
+        cells = [_cell(by, before.get(key, {}), name) for name in contenders]
         lines.append(_line([metric, unit, *cells, GOALS.get(metric, "")]))
     lines += ["", "## Every figure", "", _line(["", "", "unit", "n", "median", "min", "max", "p99"])]
     lines.append(_line(["---"] * 8))
     for key, by in found.items():
         metric, _, unit = key.partition("|")
         for name, figure in by.items():
-            spread = [_short(value) for value in (figure.median, figure.low, figure.high)]
-            p99 = "" if figure.p99 is None else _short(figure.p99)
+            spread = [short(value) for value in (figure.median, figure.low, figure.high)]
+            p99 = "" if figure.p99 is None else short(figure.p99)
             lines.append(_line([metric, name, unit, str(figure.n), *spread, p99]))
     return "\n".join(lines) + "\n"
+
+
+def _cell(by: dict[str, Figure], before: dict[str, Figure], name: str) -> str:
+    """The median, and what it was in the last kept run where that differs by more than a tenth."""
+    if name not in by:
+        return ""
+    now = by[name].median
+    was = before[name].median if name in before else now
+    return short(now) + (f" (was {short(was)})" if abs(now - was) > 0.1 * was else "")
 
 
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def write(directory: Path, name: str, about: dict[str, Any], rows: list[Row], failures: list[str]) -> Path:
-    """Keep the raw samples and the report, as ``name.json`` and ``name.md``; returns the latter."""
-    directory.mkdir(parents=True, exist_ok=True)
-    raw = {
-        "about": about,
-        "failures": failures,
-        "columns": ["metric", "contender", "round", "value", "unit"],
-        "rows": [[row.metric, row.contender, row.round, row.value, row.unit] for row in rows],
-    }
-    (directory / f"{name}.json").write_text(json.dumps(raw, separators=(",", ":")) + "\n")
-    path = directory / f"{name}.md"
-    path.write_text(markdown(about, rows, failures))
-    return path

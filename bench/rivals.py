@@ -38,6 +38,15 @@ def _call(argv: list[str], *, data: bytes | None = None, env: dict[str, str] | N
     return done.stdout
 
 
+def _read_out(argv: list[str], env: dict[str, str] | None = None) -> int:
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=env) as child:
+        assert child.stdout is not None
+        size = sum(map(len, iter(lambda: child.stdout.read1(1 << 16), b"")))
+    if child.returncode:
+        raise RuntimeError(f"{' '.join(argv[:6])} ended with {child.returncode}")
+    return size
+
+
 class Docker:
     """A dockerd of the benchmark's own; its image is the base template's root, imported.
 
@@ -159,6 +168,9 @@ class Docker:
 
     def run(self, box: str, argv: list[str]) -> None:
         self._docker("exec", box, *argv)
+
+    def read_out(self, box: str, argv: list[str]) -> int:
+        return _read_out(["docker", "exec", box, *argv], self.env)
 
     def end(self, box: str) -> None:
         self._docker("rm", "-f", box)
@@ -290,6 +302,9 @@ class BareRunsc:
 
     def run(self, box: str, argv: list[str]) -> None:
         _call(self._command(self.dir / box, "exec", "b", *argv))
+
+    def read_out(self, box: str, argv: list[str]) -> int:
+        return _read_out(self._command(self.dir / box, "exec", "b", *argv))
 
     def end(self, box: str) -> None:
         place = self.dir / box

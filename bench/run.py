@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import machine, report
+from bench import kept, machine, report
 from bench.cases import CASES, Bench
 from bench.contender import Contender
 from bench.downloads import downloads
@@ -56,11 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         bench.failures.append("the run was interrupted")
     about["minutes"] = round((time.monotonic() - begun) / 60, 1)
-    print(report.markdown(about, bench.rows, bench.failures))
+    print(report.markdown(about, bench.rows, bench.failures, kept.last_kept(RESULTS)[1]))
     out = args.out or (None if args.quick else RESULTS)
     if out is not None:
         name = time.strftime("%Y-%m-%d-%H%M")
-        note(f"kept as {report.write(out, name, about, bench.rows, bench.failures)}")
+        note(f"kept as {kept.write(out, name, about, bench.rows, bench.failures)}")
     return 1 if bench.failures else 0
 
 

@@ -17,6 +17,7 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,58 +202,71 @@ def compare(client: Client, nodes: int, tries: int, bugs: int) -> list[tuple[str
     return found
 
 
-def nodes_a_minute(client: Client, count: int, image: str | None) -> dict[str, tuple[int, float]]:
-    """The same ``count`` nodes, siblings three actions below the start, each way."""
+def nodes_a_minute(client: Client, count: int, image: str | None) -> dict[str, list[float]]:
+    """The seconds of ``count`` nodes, siblings three actions below the start, each way in turn, so that
+    a load that changes meanwhile is the same for all; of those in which all is done again, a third."""
     bugs = len(LINES)
     path = list(enumerate(RIGHT[:-1]))
-    last = [actions(bugs)[9 + number % 3] for number in range(count)]
-    took: dict[str, tuple[int, float]] = {}
     parent = client.sandbox(client.create_sandbox(ephemeral=True).id)
     warm_up(parent, bugs)
     for action in path:
         apply(parent, action)
+    point = parent.checkpoint()
 
     def node(sandbox: Any, action: tuple[int, str]) -> None:
         apply(sandbox, action)
         score(sandbox)
 
-    point = parent.checkpoint()
-    begun = time.perf_counter()
-    for action in last:
-        node(parent, action)
+    def by_rewind(action: tuple[int, str]) -> None:
         parent.rewind(to=point.id)
-    took["rewind"] = count, time.perf_counter() - begun
-    begun = time.perf_counter()
-    for action in last:
-        copy = client.fork(point.id, 1, ephemeral=True).forks[0]
-        node(client.sandbox(copy.id), action)
-        client.delete_sandbox(copy.id)
-    took["fork"] = count, time.perf_counter() - begun
-    parent.delete_sandbox()
-    few = max(1, count // 3)
-    begun = time.perf_counter()
-    for action in last[:few]:
+        node(parent, action)
+
+    def by_fork(action: tuple[int, str]) -> None:
+        copy = client.sandbox(client.fork(point.id, 1, ephemeral=True).forks[0].id)
+        node(copy, action)
+        copy.delete_sandbox()
+
+    def by_fresh_sandbox(action: tuple[int, str]) -> None:
         fresh = client.sandbox(client.create_sandbox(ephemeral=True).id)
         warm_up(fresh, bugs)
         for earlier in path:
             apply(fresh, earlier)
         node(fresh, action)
         fresh.delete_sandbox()
-    took["fresh sandbox, all done again"] = few, time.perf_counter() - begun
+
+    def by_container(action: tuple[int, str]) -> None:
+        assert image is not None
+        steps = [f"patch({site}, {line!r})" for site, line in [*path, action]]
+        program = [f"open('ledger.py', 'w').write({package(bugs)!r})", WARM.replace("ROWS", str(ROWS))]
+        with Container(image) as container:
+            text = "\n".join([*program, *steps, "visible()"])
+            container.run("sh", "-c", "cd /tmp && python3 -", stdin=text)
+
+    ways: dict[str, tuple[int, Callable[[tuple[int, str]], None]]] = {
+        "rewind": (1, by_rewind),
+        "fork": (1, by_fork),
+        "fresh sandbox, all done again": (3, by_fresh_sandbox),
+    }
     if image is not None and image_there(image):
-        begun = time.perf_counter()
-        for action in last[:few]:
-            with Container(image) as container:
-                steps = [f"patch({site}, {line!r})" for site, line in [*path, action]]
-                program = [
-                    f"open('ledger.py', 'w').write({package(bugs)!r})",
-                    WARM.replace("ROWS", str(ROWS)),
-                ]
-                container.run(
-                    *("sh", "-c", "cd /tmp && python3 -"), stdin="\n".join([*program, *steps, "visible()"])
-                )
-        took["fresh container, all done again"] = few, time.perf_counter() - begun
+        ways["fresh container, all done again"] = (3, by_container)
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(count):
+        for name, (each, way) in ways.items():
+            if number % each == 0:
+                begun = time.perf_counter()
+                way(actions(bugs)[9 + number % 3])
+                took[name].append(time.perf_counter() - begun)
+    parent.delete_sandbox()
     return took
+
+
+def table(took: dict[str, list[float]]) -> str:
+    """How many nodes each way made, and how fast."""
+    lines = [f"{'one node by':34} {'nodes':>6} {'ms each':>8} {'nodes a minute':>15}"]
+    for name, seconds in took.items():
+        each = statistics.mean(seconds)
+        lines.append(f"{name:34} {len(seconds):>6} {each * 1e3:>8.0f} {60 / each:>15.0f}")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -283,9 +297,7 @@ def main() -> None:
         if chosen.svg is not None:
             beams[0].tree.save_svg(chosen.svg)
         client.delete_sandbox("ledger")
-        print(f"\n{'one node by':34} {'nodes':>6} {'ms each':>8} {'nodes a minute':>15}")
-        for name, (count, seconds) in nodes_a_minute(client, chosen.timed, chosen.image).items():
-            print(f"{name:34} {count:>6} {seconds / count * 1e3:>8.0f} {count / seconds * 60:>15.0f}")
+        print(f"\n{table(nodes_a_minute(client, chosen.timed, chosen.image))}")
 
 
 if __name__ == "__main__":

@@ -32,12 +32,16 @@ class CopyDisks:
         self.root = home / "store"
         self.full = False
         self.contents: dict[str, tuple[str, int]] = {}
+        self.came: dict[str, tuple[str, int]] = {}
 
     def content_of(self, layer: str) -> tuple[str, int] | None:
         return self.contents.get(layer)
 
-    async def note_content(self, layer: str, sha256: str, size: int) -> None:
-        self.contents[layer] = (sha256, size)
+    def is_content(self, layer: str, sha256: str, size: int) -> bool:
+        return (sha256, size) in (self.contents.get(layer), self.came.get(layer))
+
+    async def note_content(self, layer: str, sha256: str, size: int, *, came: bool = False) -> None:
+        (self.came if came else self.contents)[layer] = (sha256, size)
 
     async def open(self) -> None:
         for name in ("layers", "boxes"):

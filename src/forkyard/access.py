@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from forkyard.requests import Change, Request
+from forkyard.requests import Change, Line, Request, Word
 from forkyard.types import Record
 
 Role = Literal["read", "run", "admin"]
@@ -58,10 +58,10 @@ class Listen(Change, kw_only=True):
     its own making.
     """
 
-    address: str | None = None
+    address: Line | None = None
     off: bool = False
-    cert: str | None = None
-    key: str | None = None
+    cert: Line | None = None
+    key: Line | None = None
 
 
 class NewToken(Change, kw_only=True):
@@ -76,7 +76,7 @@ class NewToken(Change, kw_only=True):
 class RevokeToken(Change, kw_only=True):
     """``token`` is its name or its id."""
 
-    token: str
+    token: Word
 
 
 class HoldLease(Request, kw_only=True):

@@ -24,7 +24,14 @@ SignalNumber = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Pid = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
-Labels = dict[str, str]
+# What is kept, listed and told again is bounded: whoever may ask could else fill the catalog.
+Word = Annotated[str, msgspec.Meta(max_length=256)]
+"""An id, a name, a user, and the like."""
+Line = Annotated[str, msgspec.Meta(max_length=4096)]
+"""A path inside, an image, a URL."""
+Label = Annotated[str, msgspec.Meta(max_length=1024)]
+Labels = Annotated[dict[Word, Label], msgspec.Meta(max_length=64)]
+Rules = Annotated[list[Word], msgspec.Meta(max_length=1000)]
 ImageFormat = Literal["registry", "oci", "docker-archive", "tar"]
 """Where an image comes from: a registry, or what the client deposited, and in which form."""
 
@@ -61,7 +68,7 @@ def complaint(error: Exception) -> str:
 class Change(Request, kw_only=True):
     """A request that changes something; ``request_id`` is made up by the client."""
 
-    request_id: str = ""
+    request_id: Word = ""
 
 
 class Lease(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -70,46 +77,46 @@ class Lease(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     pid: Pid | None = None
     start_time: Offset | None = None
-    run: str | None = None
-    stream: str | None = None
+    run: Word | None = None
+    stream: Word | None = None
 
 
 class CreateSandbox(Change, kw_only=True):
-    name: str | None = None
-    template: str | None = None
-    image: str | None = None
-    snapshot: str | None = None
-    type: str | None = None
+    name: Word | None = None
+    template: Word | None = None
+    image: Line | None = None
+    snapshot: Word | None = None
+    type: Word | None = None
     cpus: Number | None = None
     cpu_weight: Whole | None = None
     mem_mb: Whole | None = None
     disk_mb: Whole | None = None
     env: dict[str, str] = {}
-    user: str | None = None
-    egress: str | None = None
-    egress_allow: list[str] | None = None
+    user: Word | None = None
+    egress: Word | None = None
+    egress_allow: Rules | None = None
     ttl_min: Number | None = None
     auto_stop_min: Number | None = None
     ephemeral: bool = False
     labels: Labels = {}
-    engine: str | None = None
+    engine: Word | None = None
     memory: bool = True
     wait: bool = True
     wait_s: Wait = 0
     lease: Lease | None = None
     image_format: ImageFormat = "registry"
-    image_deposit: str | None = None
-    auths: dict[str, str] = {}
+    image_deposit: Word | None = None
+    auths: dict[Word, str] = {}
 
 
 class SandboxRequest(Request, kw_only=True):
     """A question about one sandbox, by id or name."""
 
-    sandbox: str
+    sandbox: Word
 
 
 class SandboxChange(Change, kw_only=True):
-    sandbox: str
+    sandbox: Word
 
 
 class ListSandboxes(Request, kw_only=True):
@@ -118,7 +125,7 @@ class ListSandboxes(Request, kw_only=True):
 
 
 class RenameSandbox(SandboxChange, kw_only=True):
-    name: str
+    name: Word
 
 
 class SetTtl(SandboxChange, kw_only=True):
@@ -126,8 +133,8 @@ class SetTtl(SandboxChange, kw_only=True):
 
 
 class SetEgress(SandboxChange, kw_only=True):
-    egress: str | None = None
-    egress_allow: list[str] | None = None
+    egress: Word | None = None
+    egress_allow: Rules | None = None
 
 
 class Expose(SandboxChange, kw_only=True):
@@ -142,7 +149,7 @@ class ReleaseLease(Change, kw_only=True):
     """End every lease that this client took; ephemeral sandboxes among them go."""
 
     lease: Lease
-    sandboxes: list[str]
+    sandboxes: list[Word]
 
 
 class WaitSandbox(SandboxRequest, kw_only=True):
@@ -175,9 +182,9 @@ class ExecOptions(Change, kw_only=True):
     argv: list[str] | None = None
     command: str | None = None
     timeout_s: Number | None = None
-    cwd: str | None = None
+    cwd: Line | None = None
     env: dict[str, str] = {}
-    user: str | None = None
+    user: Word | None = None
     login: bool = False
 
 
@@ -188,7 +195,7 @@ class Exec(ExecOptions, kw_only=True):
     it as a stream of bytes (the second argument of ``run``), and ``stdin`` is then None.
     """
 
-    sandbox: str
+    sandbox: Word
     stdin: bytes | None = None
     merge: bool = False
     max_output: Whole = 10 << 20
@@ -212,46 +219,46 @@ class RunCode(Change, kw_only=True):
     """``session`` names an interpreter that goes on between calls; ``user`` is part of what it
     is, and ``cwd`` where it starts."""
 
-    sandbox: str
+    sandbox: Word
     code: str
-    language: str = "python"
-    session: str = "default"
+    language: Word = "python"
+    session: Word = "default"
     timeout_s: Number | None = None
-    user: str | None = None
-    cwd: str | None = None
+    user: Word | None = None
+    cwd: Line | None = None
 
 
 class Git(Change, kw_only=True):
     """One git command. ``path`` is the repository, for ``clone`` the one to make. Passwords are
     never in the sandbox's files, its processes' arguments or the audit."""
 
-    sandbox: str
+    sandbox: Word
     operation: Literal["clone", "fetch", "checkout", "status", "diff", "apply", "add", "commit", "log"]
-    path: str | None = None
-    url: str | None = None
-    branch: str | None = None
+    path: Line | None = None
+    url: Line | None = None
+    branch: Word | None = None
     depth: Whole | None = None
-    ref: str | None = None
+    ref: Line | None = None
     create: bool = False
     staged: bool = False
-    paths: list[str] = []
+    paths: list[Line] = []
     patch: bytes | None = None
     message: str | None = None
-    author: str | None = None
+    author: Line | None = None
     all: bool = False
     limit: Whole | None = None
-    username: str | None = None
+    username: Word | None = None
     password: str | None = None
     grant: bool = True
     timeout_s: Number | None = None
-    user: str | None = None
+    user: Word | None = None
     max_output: Whole = 10 << 20
 
 
 class Spawn(ExecOptions, kw_only=True):
     """``stdin=False`` gives it an empty input instead of one that the client writes to."""
 
-    sandbox: str
+    sandbox: Word
     pty: bool = False
     stdin: bool = True
     rows: Whole = 24
@@ -265,7 +272,7 @@ class Attach(Request, kw_only=True):
     ``stdout_offset`` and ``stderr_offset`` (bytes since the start) where it is still kept.
     ``tied``: closing the stream ends the process, as it does for the stream that spawned it."""
 
-    sandbox: str
+    sandbox: Word
     pid: Pid
     stdout_offset: Offset = 0
     stderr_offset: Offset = 0
@@ -273,7 +280,7 @@ class Attach(Request, kw_only=True):
 
 
 class ProcessRequest(Change, kw_only=True):
-    sandbox: str
+    sandbox: Word
     pid: Pid
 
 
@@ -296,15 +303,15 @@ class WaitProcess(ProcessRequest, kw_only=True):
 
 
 class PathRequest(Request, kw_only=True):
-    sandbox: str
-    path: str
-    user: str | None = None
+    sandbox: Word
+    path: Line
+    user: Word | None = None
 
 
 class PathChange(Change, kw_only=True):
-    sandbox: str
-    path: str
-    user: str | None = None
+    sandbox: Word
+    path: Line
+    user: Word | None = None
 
 
 class WriteFile(PathChange, kw_only=True):
@@ -321,20 +328,20 @@ class MakeDir(PathChange, kw_only=True):
 class WriteFiles(Change, kw_only=True):
     """Small files in one call; a large one goes through the streaming upload route."""
 
-    sandbox: str
+    sandbox: Word
     files: dict[str, bytes]
     mode: Whole | None = None
-    user: str | None = None
+    user: Word | None = None
 
 
 class ReadFiles(Request, kw_only=True):
-    sandbox: str
-    paths: list[str]
-    user: str | None = None
+    sandbox: Word
+    paths: list[Line]
+    user: Word | None = None
 
 
 class MoveFile(PathChange, kw_only=True):
-    to: str
+    to: Line
 
 
 class RemoveFile(PathChange, kw_only=True):
@@ -342,23 +349,23 @@ class RemoveFile(PathChange, kw_only=True):
 
 
 class TakeSnapshot(SandboxChange, kw_only=True):
-    name: str | None = None
+    name: Word | None = None
     labels: Labels = {}
     memory: bool = True
 
 
 class SnapshotRequest(Request, kw_only=True):
-    snapshot: str
+    snapshot: Word
 
 
 class DeleteSnapshot(Change, kw_only=True):
-    snapshot: str
+    snapshot: Word
 
 
 class ExportSnapshot(Request, kw_only=True):
     """``memory``: with it, if there is any; ``template``: with the layers that a template has."""
 
-    snapshot: str
+    snapshot: Word
     memory: bool = True
     template: bool = True
 
@@ -366,7 +373,7 @@ class ExportSnapshot(Request, kw_only=True):
 class ImportSnapshot(Change, kw_only=True):
     """The head of an archive, which follows."""
 
-    name: str | None = None
+    name: Word | None = None
 
 
 class ListSnapshots(Request, kw_only=True):
@@ -374,20 +381,20 @@ class ListSnapshots(Request, kw_only=True):
 
 
 class Fork(Change, kw_only=True):
-    source: str
+    source: Word
     n: Whole = 1
-    prefix: str | None = None
-    names: list[str] | None = None
+    prefix: Word | None = None
+    names: list[Word] | None = None
     memory: bool = True
     wait_s: Wait = 0
-    type: str | None = None
+    type: Word | None = None
     cpus: Number | None = None
     cpu_weight: Whole | None = None
     mem_mb: Whole | None = None
     disk_mb: Whole | None = None
     env: dict[str, str] = {}
-    egress: str | None = None
-    egress_allow: list[str] | None = None
+    egress: Word | None = None
+    egress_allow: Rules | None = None
     ttl_min: Number | None = None
     auto_stop_min: Number | None = None
     ephemeral: bool | None = None
@@ -396,38 +403,38 @@ class Fork(Change, kw_only=True):
 
 
 class TakeCheckpoint(SandboxChange, kw_only=True):
-    label: str | None = None
+    label: Word | None = None
     keep_last: Whole | None = None
     memory: bool = True
 
 
 class DeleteCheckpoint(SandboxChange, kw_only=True):
-    checkpoint: str
+    checkpoint: Word
 
 
 class Rewind(SandboxChange, kw_only=True):
-    to: str | None = None
+    to: Word | None = None
     memory: bool = True
 
 
 class DiffRequest(SandboxRequest, kw_only=True):
     """``since``: a snapshot or checkpoint; None is what the sandbox started from."""
 
-    since: str | None = None
+    since: Word | None = None
 
 
 class Apply(SandboxChange, kw_only=True):
     """``paths``: only these, and what is below them."""
 
     changes: list[PathDifference]
-    paths: list[str] | None = None
-    user: str | None = None
+    paths: list[Line] | None = None
+    user: Word | None = None
 
 
 class Variant(Request, kw_only=True):
     """One way to try: ``command`` (for ``/bin/sh -c``) or ``argv``, after ``files`` were written."""
 
-    name: str
+    name: Word
     command: str | None = None
     argv: list[str] | None = None
     files: dict[str, bytes] = {}
@@ -437,7 +444,7 @@ class Variant(Request, kw_only=True):
 class Explore(Change, kw_only=True):
     """``keep="choose"``: all copies are kept until an :class:`ExploreChoice` names one."""
 
-    source: str
+    source: Word
     variants: list[Variant]
     timeout_s: Number | None = None
     parallel: Whole | None = None
@@ -449,8 +456,8 @@ class Explore(Change, kw_only=True):
 class ExploreChoice(Change, kw_only=True):
     """``explore`` is the request id of the Explore, ``winner`` a variant's name or None."""
 
-    explore: str
-    winner: str | None = None
+    explore: Word
+    winner: Word | None = None
 
 
 class ExploreEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -464,14 +471,14 @@ class ExploreEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Tree(Request, kw_only=True):
-    root: str | None = None
+    root: Word | None = None
 
 
 class Audit(Request, kw_only=True):
     """With ``seq``, that one record, whatever else is given."""
 
     seq: Offset | None = None
-    sandbox: str | None = None
+    sandbox: Word | None = None
     since: Annotated[float, msgspec.Meta(ge=-6e10, le=2.5e11)] | None = None
     limit: Whole = 10_000
 
@@ -483,14 +490,14 @@ class VerifyAudit(Request, kw_only=True):
 
 
 class CapacityRequest(Request, kw_only=True):
-    source: str | None = None
+    source: Word | None = None
 
 
 class Deposit(Change, kw_only=True):
     """The head of what a template is to be made from; the bytes follow. ``id`` (hexadecimal) is the
     client's, and names it in the request that uses it up."""
 
-    id: str
+    id: Word
 
 
 class TemplateSpec(Request, kw_only=True):
@@ -502,14 +509,14 @@ class TemplateSpec(Request, kw_only=True):
     ask registries again for images that are there already.
     """
 
-    name: str | None = None
+    name: Word | None = None
     dockerfile: str | None = None
     build_args: dict[str, str] = {}
-    image: str | None = None
+    image: Line | None = None
     format: ImageFormat = "registry"
-    deposit: str | None = None
+    deposit: Word | None = None
     pull: bool = False
-    auths: dict[str, str] = {}
+    auths: dict[Word, str] = {}
     warm: str | list[str] | bool | None = None
     ready: str | int | None = None
     ready_timeout_s: Number | None = None
@@ -541,20 +548,20 @@ class TemplateEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class DeleteTemplate(Change, kw_only=True):
-    name: str
+    name: Word
 
 
 class WarmTemplate(Change, kw_only=True):
     """Make the memory image from which sandboxes of ``type`` start."""
 
-    name: str
-    type: str | None = None
+    name: Word
+    type: Word | None = None
 
 
 class Events(Request, kw_only=True):
     """What happens from now on, of one sandbox or of all."""
 
-    sandbox: str | None = None
+    sandbox: Word | None = None
 
 
 class Shutdown(Change, kw_only=True):

@@ -238,6 +238,26 @@ async def test_a_hostile_layer(other: TestYard, gold: bytes, what: str) -> None:
     await refused(other, changed(gold, put, lambda part: iter([stream])), InvalidRequestError)
 
 
+@toys_show_it
+async def test_a_layer_in_another_order_goes_on_as_any(other: TestYard, gold: bytes) -> None:
+    """A stream that no forkyard would write, and that makes a layer all the same."""
+    nodes = [layerstream.Node(layerstream.DIR, mode=0o755)]
+    nodes += [layerstream.Node(layerstream.WHITEOUT, name) for name in (b"b", b"a")]
+    stream = b"".join(map(layerstream._framed, [*nodes, layerstream.Node(layerstream.UP)]))
+
+    def put(manifest: Manifest) -> None:
+        part = next(part for part in manifest.parts if part.kind == "layer")
+        part.bytes, part.sha256 = len(stream), hashlib.sha256(stream).hexdigest()
+        manifest.parts, manifest.agent, manifest.memory_bytes = [part], "", 0
+
+    archive_ = changed(gold, put, lambda part: iter([stream]))
+    first = await other.imported(archive_)
+    second = await other.imported(await other.exported(first.id), name="second")
+    again = await other.imported(archive_, name="again")
+    layers = [other.yard.context.snapshots[snap.id].layers for snap in (first, second, again)]
+    assert layers[0] == layers[1] == layers[2]
+
+
 def changed(
     data: bytes,
     change: Callable[[Manifest], None],

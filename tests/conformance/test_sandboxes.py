@@ -47,6 +47,16 @@ async def test_bad_names_and_limits_are_refused(yard: TestYard) -> None:
         await yard.create(template="none")
 
 
+async def test_a_line_of_forks_gathers_no_endless_environment(yard: TestYard) -> None:
+    much = "x" * (600 << 10)
+    await yard.create(name="one", env={"A": much})
+    with pytest.raises(InvalidRequestError, match="environment is larger"):
+        await yard.fork("one", 1, env={"B": much})
+    with pytest.raises(InvalidRequestError, match="'a=b'"):
+        await yard.fork("one", 1, env={"a=b": "c"})
+    assert (await yard.fork("one", 1, env={"A": much})).forks
+
+
 async def test_a_weight_is_passed_on(yard: TestYard) -> None:
     """As every limit: to forks, and to what starts from a snapshot, unless they are given another."""
     assert (await yard.create(name="usual")).cpu_weight == 100

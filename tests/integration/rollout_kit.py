@@ -92,7 +92,7 @@ def roll(episode: Any) -> float:
     return float(episode.sandbox.run_code("random.random()", timeout_s=60).result)
 
 
-def until(condition: Any, timeout_s: float = 60) -> None:
+def until(condition: Any, timeout_s: float = 180) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass in time"

@@ -37,6 +37,17 @@ def test_search_beats_sampling(own_yard: OwnYard, tmp_path: Path) -> None:  # no
     assert "<title>A search tree of" in picture.read_text()
 
 
+def test_agent_rollouts(own_yard: OwnYard, tmp_path: Path) -> None:  # noqa: F811
+    pytest.importorskip("agents")
+    picture = tmp_path / "rewards.svg"
+    said = run(own_yard, "agent_rollouts.py", "--svg", str(picture))
+    rows = re.findall(r"^rollout (\d)  visible test passes  reward (\d\.\d\d)", said, re.M)
+    # All satisfy the test that they see; of four scripts one satisfies the hidden ones.
+    assert rows == [(str(n), ("1.00" if n % 4 == 0 else "0.50")) for n in range(8)]
+    assert "8 samples of 1 tasks" in said and "pass@4" in said
+    assert picture.read_text().count("<rect") == 8
+
+
 def test_learning(own_yard: OwnYard, tmp_path: Path) -> None:  # noqa: F811
     picture = tmp_path / "curve.svg"
     said = run(own_yard, "learning.py", "--steps", "2", "--group", "4", "--svg", str(picture))

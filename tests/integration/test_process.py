@@ -142,3 +142,27 @@ def test_children_are_born_with_large_tables():
         assert int(out.split()[1]) >= fd
     finally:
         os.close(fd)
+
+
+@pytest.mark.root
+def test_one_thread_goes_first_and_nothing_that_it_starts():
+    code = """
+import os, subprocess, sys, threading
+from forkyard.host.priority import NICE, go_first
+os.setsid()
+go_first()
+inherited = []
+def look():
+    inherited.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+thread = threading.Thread(target=look)
+thread.start(); thread.join()
+inherited.append(int(subprocess.check_output(["nice"])))
+assert os.getpriority(os.PRIO_PROCESS, 0) == NICE, os.getpriority(os.PRIO_PROCESS, 0)
+assert inherited == [0, 0], inherited
+try:
+    group = open("/proc/self/autogroup").read()
+except OSError:
+    group = ""
+assert not group or group.split()[-1] == str(NICE), group
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

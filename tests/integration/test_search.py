@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from yard_home import YardHome, client, yard  # noqa: F401
 
-from forkyard import AsyncClient, Client, NotFoundError
+from forkyard import AsyncClient, Client, InvalidRequestError, NotFoundError
 from forkyard.rollouts.search import Budget, abest_of_n, amcts, beam, best_of_n, mcts
 from forkyard.rollouts.tree import Node, SearchResult
 
@@ -127,17 +127,34 @@ def test_time_is_a_budget(client: Client, source: str) -> None:  # noqa: F811
     left(client, done, source)
 
 
-def test_memory_is_a_budget(client: Client, source: str) -> None:  # noqa: F811
-    """With room for few sandboxes or states the worst states are freed, and the rest goes on."""
+@pytest.mark.parametrize("way", ["auto", "fork", "rewind"])
+def test_memory_is_a_budget(client: Client, source: str, way: Any) -> None:  # noqa: F811
+    """With room for few sandboxes or states the worst states are freed, and the rest goes on: at no
+    moment there is more than the budget, but for the little that a state is larger than others."""
     assert client.run_code(source, "import os; held = os.urandom(30 << 20)").ok
     fork = client.fork(source, 1).forks[0].id
     one, state = client.usage(fork).mem_mb, client.checkpoint(fork).size_bytes / 2**20
     client.delete_sandbox(fork)
     budget = Budget(nodes=10, memory_mb=1.3 * max(one, state) + 2.5 * state)
-    done = mcts(client, source, STEPS, SCORE, budget=budget, parallel=4, way="rewind")
+    done = mcts(client, source, STEPS, SCORE, budget=budget, parallel=4, way=way)
     assert done.nodes == 10
     assert "memory" in {node.ended for node in done.tree}
+    assert 0 < done.peak_mb <= 1.03 * (budget.memory_mb or 0)
     assert done.best is not None and done.sandbox is not None
+    left(client, done, source)
+
+
+def test_what_does_not_fit_is_not_tried(client: Client, source: str) -> None:  # noqa: F811
+    """One sandbox and one state: nothing can be tried beside the best state, and that is said."""
+    with pytest.raises(InvalidRequestError, match="one sandbox takes"):
+        mcts(client, source, STEPS, SCORE, budget=Budget(nodes=10, memory_mb=1))
+    fork = client.fork(source, 1).forks[0].id
+    one, state = client.usage(fork).mem_mb, client.checkpoint(fork).size_bytes / 2**20
+    client.delete_sandbox(fork)
+    room = Budget(nodes=10, memory_mb=max(one, state) * 1.1 + state * 1.3)
+    done = beam(client, source, STEPS, SCORE, width=2, budget=room, way="fork", keep=False)
+    assert done.stopped == "memory" and 1 <= done.nodes < 10 and done.best is not None
+    assert done.peak_sandboxes == 1 and done.peak_mb <= 1.03 * (room.memory_mb or 0)
     left(client, done, source)
 
 

@@ -108,6 +108,46 @@ async def test_a_body_that_is_too_long(http: httpx.AsyncClient) -> None:
     assert reply.status_code == 400
 
 
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("verb", "request_", "named"),
+    [
+        ("create_sandbox", rq.CreateSandbox(labels={"key": LONG}), "labels"),
+        ("create_sandbox", rq.CreateSandbox(labels={LONG: "value"}), "labels"),
+        ("create_sandbox", rq.CreateSandbox(labels={str(n): "" for n in range(65)}), "labels"),
+        ("create_sandbox", rq.CreateSandbox(user=LONG), "user"),
+        ("create_sandbox", rq.CreateSandbox(request_id=LONG), "request_id"),
+        ("create_sandbox", rq.CreateSandbox(egress_allow=["a.test"] * 1001), "egress_allow"),
+        ("create_sandbox", rq.CreateSandbox(lease=rq.Lease(run=LONG)), "lease.run"),
+        ("snapshot", rq.TakeSnapshot(sandbox="a", labels={"key": LONG}), "labels"),
+        ("fork", rq.Fork(source="a", labels={"key": LONG}), "labels"),
+        ("checkpoint", rq.TakeCheckpoint(sandbox="a", label=LONG), "label"),
+        ("make_dir", rq.MakeDir(sandbox="a", path=LONG), "path"),
+    ],
+)
+async def test_what_would_be_kept_is_bounded(
+    http: httpx.AsyncClient, verb: str, request_: rq.Request, named: str
+) -> None:
+    refused = await post(http, verb, request_)
+    error = decode(refused.content)
+    assert (refused.status_code, error["code"]) == (400, "invalid_request"), error
+    assert named in error["message"] and "length" in error["message"], error
+
+
+def test_every_word_of_every_request_has_a_length() -> None:
+    """Only what is passed on to the guest, or used up, is as long as a request may be."""
+    whole = {"command", "code", "message", "password", "dockerfile", "warm", "ready"}
+    for table in (verbs.VERBS, verbs.STREAMS, verbs.FILES):
+        for name, verb in table.items():
+            for field in msgspec.structs.fields(verb.request):
+                kinds = getattr(msgspec.inspect.type_info(field.type), "types", None)
+                for kind in kinds or [msgspec.inspect.type_info(field.type)]:
+                    if isinstance(kind, msgspec.inspect.StrType) and field.name not in whole:
+                        assert kind.max_length or kind.pattern, (name, field.name)
+
+
 async def test_a_change_is_done_once_for_its_request_id(http: httpx.AsyncClient, yard: MemoryYard) -> None:
     request = rq.CreateSandbox(name="a", request_id="same", lease=rq.Lease(pid=1, start_time=1))
     first = await post(http, "create_sandbox", request)

@@ -85,6 +85,13 @@ def test_diff_json_has_no_content(fy: Cli) -> None:
     assert "data" not in shown["modified"][1] and shown["patch"] == PATCH
 
 
+@pytest.mark.parametrize("url", ["memory://a/b", "simplecache::memory://a/b"])
+def test_an_export_into_memory_that_ends_with_the_command_is_refused(fy: Cli, url: str) -> None:
+    client = OneAnswer()
+    code, out, err = fy(client, "export", "snap", url)
+    assert (code, out, client.calls) == (2, "", []) and "use a path" in err, err
+
+
 def test_stat() -> None:
     assert list(summary(DIFF)) == [
         "M /bin/t           mode 0644 -> 0755",

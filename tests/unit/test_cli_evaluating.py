@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_client import MemoryClient
+from rollout_samples import sample
 
 from forkyard.cli.app import App
 from forkyard.cli.main import run
+from forkyard.rollouts.journal import open_journal
 
 AGENT = "mine_agent"
 MODULE = """
@@ -64,6 +67,26 @@ def test_a_task_of_a_suite(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert "no task 'tow'" in (said := capfd.readouterr().err) and "did you mean two?" in said
     assert run(["rollout", "mine_agent:tasks", "--policy", "mine_agent:solve"], App(MemoryClient())) == 2
     assert "mine_agent:tasks::one" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "said"),
+    [
+        (["grader_error", "infra"], 1, "nothing was scored: 1 grader_error, 1 infra"),
+        ([], 1, "nothing was scored: there are no samples"),
+        (["grader_error", "failed"], 0, "not scored: 1 grader_error"),
+        (["failed", "policy_error"], 0, ""),
+    ],
+)
+def test_a_run_that_scored_nothing_has_failed(
+    here: Path, capfd: pytest.CaptureFixture[str], outcomes: list[Any], code: int, said: str
+) -> None:
+    with open_journal(here / "run", {"run": "r", "created_at": 0.0}) as journal:
+        for number, outcome in enumerate(outcomes):
+            journal.append(sample("one", number, outcome=outcome))
+    assert run(["eval", "report", "run"], App(MemoryClient())) == code
+    told = capfd.readouterr()
+    assert said in told.err and bool(told.err) == bool(said) and "score" in told.out
 
 
 def test_a_directory_is_a_suite_of_task_folders(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

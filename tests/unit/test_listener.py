@@ -33,7 +33,7 @@ from forkyard import (
 )
 from forkyard.cli.main import run
 from forkyard.client import holding
-from forkyard.daemon import listener, tls
+from forkyard.daemon import gate, listener, tls
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -161,6 +161,43 @@ def test_what_is_near_the_daemon_takes_a_right(
     with plain(url, token) as http:
         reply = http.post(f"/v1/{verb}", json=body)
         assert reply.status_code == 403 and "private_network" in reply.json()["message"], reply.text
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("pull_template", {"spec": {"image": "registry.example/x"}}),
+        ("prepare", {"specs": [{"image": "registry.example:5000/x"}]}),
+        ("create_sandbox", {"image": "registry.example/x"}),
+    ],
+)
+@pytest.mark.parametrize("address", ["10.1.2.3", "169.254.169.254", "::ffff:127.0.0.1", "fd00::1"])
+def test_a_registrys_name_that_leads_near_takes_the_right_too(
+    client: Client,
+    url: str,
+    verb: str,
+    body: dict[str, object],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def look_up(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        return [(0, 0, 0, "", ("93.184.216.34", 443)), (0, 0, 0, "", (address, 443))]
+
+    token = client.new_token("t", role="run").token
+    near = client.new_token("near", role="run", allow=["private_network"]).token
+    with plain(url, token) as http, plain(url, near) as https:
+        http.get("/openapi.json")  # connected before names lead elsewhere
+        https.get("/openapi.json")
+        monkeypatch.setattr(gate.socket, "getaddrinfo", look_up)
+        reply = http.post(f"/v1/{verb}", json=body)
+        assert reply.status_code == 403 and asked == ["registry.example"], reply.text
+        assert "private_network" in reply.json()["message"], reply.text
+        if verb == "create_sandbox":  # the others this yard cannot do
+            assert https.post(f"/v1/{verb}", json=body).status_code == 200
+            assert len(asked) == 1
 
 
 def test_the_right_to_what_is_near_may_be_given(client: Client, url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,33 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
         assert sorted(journal.samples) == [("t", 0), ("t", 1)] and journal.dropped > 0
         journal.append(sample("t", 2))
     assert lines.read_bytes() == whole
+
+
+def test_a_disk_that_is_full_keeps_what_ended(tmp_path: Path) -> None:
+    """The line that did not fit leaves nothing behind: others may follow, and the run goes on."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_journal(tmp_path / "run", {"run": "r"}) as journal:
+        journal.append(sample("t", 0))
+        lines = tmp_path / "run/samples.jsonl"
+        before = lines.read_bytes()
+        # What fits is written, as on a disk with a little room.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
+        try:
+            with pytest.raises(OSError, match="No space"):
+                journal.append(sample("t", 1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert lines.read_bytes() == before and set(journal.samples) == {("t", 0)}
+        journal.append(sample("t", 2))
+    assert [one.sample for one in Report.load(tmp_path / "run").samples] == [0, 2]
+
+
+def test_tasks_that_are_damaged_are_told(tmp_path: Path) -> None:
+    with open_journal(tmp_path / "run", {"run": "r"}) as journal:
+        journal.keep_tasks({"t": {}})
+        (tmp_path / "run/tasks.json").write_text('{"t"')
+    with pytest.raises(InvalidRequestError, match=r"tasks\.json is damaged"):
+        Report.load(tmp_path / "run")
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:

@@ -59,6 +59,17 @@ def test_estimators_hold_for_large_numbers() -> None:
     assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5)
 
 
+def test_estimators_are_the_hypergeometric_distributions() -> None:
+    """k samples drawn from n, without putting back: none that passed, or all."""
+    random = np.random.default_rng(5)
+    for _ in range(200):
+        n = int(random.integers(1, 300))
+        c, k = int(random.integers(0, n + 1)), int(random.integers(1, n + 1))
+        drawn = stats.hypergeom(n, c, k)
+        assert pass_at_k(n, c, k) == pytest.approx(1 - drawn.pmf(0), abs=1e-9)
+        assert pass_hat_k(n, c, k) == pytest.approx(drawn.pmf(k), abs=1e-9)
+
+
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (0, 0, 1), (4, -1, 1)])
 def test_k_is_never_above_the_valid_samples(n: int, c: int, k: int) -> None:
     for estimate in (pass_at_k, pass_hat_k):
@@ -93,6 +104,29 @@ def test_single_task_clusters_agree_with_scipy() -> None:
     got = cluster_interval(list(values), [str(i) for i in range(60)], draws=20_000)
     assert got.method == "bca"
     assert (got.low, got.high) == pytest.approx((known.low, known.high), abs=0.004)
+
+
+def test_clusters_of_many_sizes_agree_with_scipy() -> None:
+    """The mean over tasks is a ratio, of the clusters' sums and sizes: scipy resamples them in pairs."""
+    random = np.random.default_rng(11)
+    sizes = random.integers(1, 8, size=50)
+    values = [
+        list(random.binomial(4, p, size=n) / 4) for n, p in zip(sizes, random.beta(0.7, 1.5, 50), strict=True)
+    ]
+    sums = np.array([sum(one) for one in values])
+    known = stats.bootstrap(
+        (sums, sizes), lambda s, n, axis=-1: s.sum(axis=axis) / n.sum(axis=axis), paired=True,
+        n_resamples=20_000, method="BCa", rng=np.random.default_rng(2),
+    ).confidence_interval  # fmt: skip
+    clusters = [str(number) for number, one in enumerate(values) for _ in one]
+    got = cluster_interval([value for one in values for value in one], clusters, draws=20_000)
+    assert (got.low, got.high) == pytest.approx((known.low, known.high), abs=0.004)
+    # And the correction is seen: the plain percentiles lie elsewhere.
+    plain = stats.bootstrap(
+        (sums, sizes), lambda s, n, axis=-1: s.sum(axis=axis) / n.sum(axis=axis), paired=True,
+        n_resamples=20_000, method="percentile", rng=np.random.default_rng(2),
+    ).confidence_interval  # fmt: skip
+    assert abs(got.low - plain.low) + abs(got.high - plain.high) > 0.005
 
 
 def test_every_resample_of_few_clusters() -> None:

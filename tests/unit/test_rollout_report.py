@@ -20,6 +20,7 @@ from forkyard.rollouts.journal import Memory, open_journal, pack_diff
 from forkyard.rollouts.losses import loss
 from forkyard.rollouts.progress import Board, Progress, shown
 from forkyard.rollouts.report import Report, compare
+from forkyard.rollouts.tree import Node, Tree
 from forkyard.rollouts.types import Phases, Task, Verdict
 from forkyard.types import AuditRecord, Change, Diff
 
@@ -115,6 +116,19 @@ def test_the_page_needs_nothing_and_runs_nothing(tmp_path: Path) -> None:
     shown_as_text = ("echo <img src=x>", "+<b>patched</b>", "alert(1)", "t::<u>", "/etc/<hosts>")
     for said in (*shown_as_text, "untrusted", "reward 0.250", "it leads out"):
         assert said in page.text, said
+
+
+def test_the_page_draws_what_a_policy_searched(tmp_path: Path) -> None:
+    root = Node(None)
+    root.children = [Node(None, "<script>", 0.5, 1, root)]
+    rows = Tree(root, root.children[0]).to_dict()
+    with open_journal(tmp_path / "run", {"run": "r"}) as journal:
+        for number, tree in enumerate((rows, [{"number": 0}], "a word", [{**rows[0], "score": "high"}])):
+            story = {"log": [{"at": 1.0, "tree": tree}], "commands": [], "outside": [], "refused": {}}
+            kept = journal.keep("episodes", f"k{number}", json.dumps(story).encode())
+            journal.append(sample("t", number, episode=kept))
+    text = Report.load(tmp_path / "run").to_html()
+    assert text.count("A search tree of 2 nodes") == text.count("Search tree") == 1 and "<script>" not in text
 
 
 def test_json_and_frames(tmp_path: Path) -> None:
@@ -216,6 +230,12 @@ def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
     with shown(Board(3), True):
         pass
     assert capsys.readouterr().err == "0/3 samples, 0 running, score -, 0.0/min\n"
+    board = Board(1)
+    with shown(board, True):
+        board.started()
+        board.left()
+        board.ended(sample("a", 0))
+    assert [line[:11] for line in capsys.readouterr().err.splitlines()] == ["1/1 samples"], "once, not twice"
 
 
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

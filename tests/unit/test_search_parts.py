@@ -108,3 +108,5 @@ def test_a_tree_as_text_and_svg() -> None:
     assert "make <test> & go" in [title.text for title in picture.findall(".//{*}title")][2] or ""
     assert [row["parent"] for row in tree.to_dict()] == [None, 0, 1, 0]
     assert c.depth == 2 and c.actions == ["make <test> & go", "x" * 99]
+    again = Tree.from_dict(tree.to_dict())
+    assert again.to_svg() == tree.to_svg() and str(again) == str(tree)

@@ -71,11 +71,12 @@ Examples:
 def run_verb(
     app: App, suite: str, policy: str, samples: int, out: Path | None, new: bool, parallel: int | None,
     grade: Any, only: tuple[str, ...], policy_version: str | None, html: Path | None, as_json: bool,
-) -> None:
+) -> int:
     """Run a policy over the tasks of SUITE, each sample in a fresh fork, and print the report.
 
     SUITE is humaneval, mutants, a directory of Harbor or Terminal-Bench tasks, or MODULE:NAME, a
     list of tasks or a function that returns one. Modules are also looked for in the present directory.
+    The exit code is 0 whatever the score, and 1 where nothing could be scored.
     """
     from forkyard.rollouts import evaluate
 
@@ -85,7 +86,7 @@ def run_verb(
     report = evaluate(tasks, _policy(policy), samples, tuple(sorted({1, samples})), grade,
                       parallel or "auto", out, new, client=app.client, version=policy_version,
                       progress=True)
-    _print(report, html, as_json)
+    return _print(report, html, as_json)
 
 
 @eval_verb.command("report", epilog="""\b
@@ -100,11 +101,11 @@ Examples:
               help="Also write it as one page.")
 @json_option("Print it as JSON.")
 @pass_app
-def report_verb(app: App, run: Path, ks: tuple[int, ...], html: Path | None, as_json: bool) -> None:
-    """Show what a run in DIR came to; it may still go on."""
+def report_verb(app: App, run: Path, ks: tuple[int, ...], html: Path | None, as_json: bool) -> int:
+    """Show what a run in DIR came to; it may still go on. The exit code is 1 if nothing is scored."""
     from forkyard.rollouts import Report
 
-    _print(Report.load(run, ks or (1,)), html, as_json)
+    return _print(Report.load(run, ks or (1,)), html, as_json)
 
 
 @click.command("rollout", epilog="""\b
@@ -160,11 +161,22 @@ def rollout_verb(
     return 0 if sample.outcome == "passed" else 1
 
 
-def _print(report: Report, html: Path | None, as_json: bool) -> None:
+def _print(report: Report, html: Path | None, as_json: bool) -> int:
+    """The exit code: a score, low or high, is a result; none at all is a failure."""
     if html is not None:
         report.to_html(html)
         note(f"wrote {html}")
     print(report.to_json() if as_json else report, flush=True)
+    from forkyard.rollouts.types import UNSCORED
+
+    unscored = sorted((name, count) for name, count in report.outcomes.items() if name in UNSCORED)
+    counts = ", ".join(f"{count} {name}" for name, count in unscored)
+    if not any(sample.valid for sample in report.samples):
+        note(f"forkyard: nothing was scored: {counts or 'there are no samples'}")
+        return 1
+    if counts:
+        note(f"forkyard: not scored: {counts}")
+    return 0
 
 
 def _tasks(suite: str) -> list[Task]:

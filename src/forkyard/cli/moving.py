@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import click
 
+from forkyard import errors
 from forkyard.cli.app import App, note, pass_app
 from forkyard.cli.output import print_json, record, size
 from forkyard.cli.params import given, json_option
@@ -57,6 +58,11 @@ def export_verb(
     app: App, snapshot: str, url: str, no_memory: bool, no_template: bool, as_json: bool
 ) -> None:
     """Write a snapshot to URL: a path, - for stdout, or anything that fsspec knows."""
+    if any(part.startswith("memory://") for part in url.split("::")):
+        raise errors.InvalidRequestError(
+            f"{url} is this process's own memory: the archive would be gone with it",
+            hint="use a path, s3://, gs://, ...; memory:// is for programs that import it themselves",
+        )
     begun = time.perf_counter()
     with _progress("exported") as show:
         snap = app.client.export_snapshot(

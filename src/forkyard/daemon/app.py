@@ -35,7 +35,7 @@ from forkyard.daemon.exchange import (
     encode,
     log,
 )
-from forkyard.daemon.gate import may_ask
+from forkyard.daemon.gate import may_ask, may_pull
 from forkyard.daemon.once import Once
 from forkyard.daemon.ports import Yard
 from forkyard.host.trace import span
@@ -134,6 +134,7 @@ class App:
             request = self._decode(route, data, json_in)
             if caller.token is not None:
                 may_ask(caller, request)
+                await may_pull(caller, request)
             log.debug("%s by %s, pid %s", route.name, caller.name, caller.pid)
             with span(route.name):
                 await route.handle(route, request, body, reply, caller)

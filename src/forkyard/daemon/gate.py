@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ from forkyard.daemon import openapi
 from forkyard.daemon.exchange import Done, Message, Receive, Reply, Send, done_with, log
 from forkyard.daemon.limits import Rate
 from forkyard.daemon.tokens import NOT_KNOWN, Token, Tokens
+from forkyard.egress.policy import Address, closed, parse_address
+from forkyard.egress.reach import is_own
 from forkyard.oci.reference import registry_of
 
 STALL_S = 30.0
@@ -190,14 +193,48 @@ def _needed(request: Any) -> Iterator[tuple[str, str]]:
     rules = getattr(request, "egress_allow", None) or []
     if rules or getattr(request, "egress", None) not in (None, "deny"):
         yield "set_egress", "it opens a network"
-    pulled = [spec.image for spec in specs if spec.format == "registry"] + [getattr(request, "source", None)]
-    if getattr(request, "image_format", "") == "registry":
-        pulled.append(image)
-    for text in (*filter(is_near, rules), *(text for text in pulled if text and is_near(registry_of(text)))):
+    pulled = [text for text in _pulled(request) if is_near(registry_of(text))]
+    for text in (*filter(is_near, rules), *pulled):
         yield access.NEAR, f"{text[:80]!r} is an address, or this machine"
     url = getattr(request, "url", None)
     if url and is_near(urlsplit(url).hostname or ""):
         yield access.NEAR, f"{url[:80]!r} leads to an address, or to this machine"
+
+
+def _pulled(request: Any) -> list[str]:
+    """What a request may have to get from a registry."""
+    specs = [*getattr(request, "specs", []), getattr(request, "spec", None)]
+    images = [spec.image for spec in specs if spec is not None and spec.format == "registry"]
+    images.append(getattr(request, "source", None))
+    if getattr(request, "image_format", "") == "registry":
+        images.append(getattr(request, "image", None))
+    return [image for image in images if image]
+
+
+async def may_pull(caller: Any, request: Any) -> None:
+    """Raises AccessDeniedError for a registry whose name leads to where the token may not go. One that has
+    no address here is left to who asks it, by a proxy perhaps."""
+    if access.NEAR in caller.rights:
+        return
+    for image in _pulled(request):
+        host = registry_of(image).partition(":")[0]
+        for address in await asyncio.to_thread(look_up, host):
+            why = closed(address) or ("this machine's own" if is_own(address) else None)
+            if why is not None:
+                where = f"{host} leads to {address}, {why}"
+                raise errors.AccessDeniedError(
+                    f"the token {caller.name!r} has no right to {access.NEAR}: {where}",
+                    hint=f"on the daemon's machine: forkyard token new --allow {access.NEAR}",
+                )
+
+
+def look_up(host: str) -> set[Address]:
+    """The addresses of a name; none if it has none here."""
+    try:
+        found = socket.getaddrinfo(host, 443, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return set()
+    return {address for *_, where in found if (address := parse_address(str(where[0]).partition("%")[0]))}
 
 
 def is_near(where: str) -> bool:

@@ -15,7 +15,6 @@ import gc
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -23,7 +22,8 @@ from pathlib import Path
 
 from forkyard import __version__, config, errors, verbs
 from forkyard.daemon import lock, logs
-from forkyard.host import trace, userns
+from forkyard.daemon.rlimits import raise_limits
+from forkyard.host import priority, trace, userns
 from forkyard.host.failpoint import arm_from_environment
 
 TAKEN = 3
@@ -43,12 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         settings = config.load({"home": args.home, "socket": args.socket})
+        raise_limits()
         userns.enter(settings.home, settings.socket)
     except (errors.ForkyardError, OSError) as error:
         print(f"forkyard daemon: {error}", file=sys.stderr)
         return 1
-    if args.detach and os.fork():
-        os._exit(0)
+    if args.detach:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
     ready = _Ready(args.ready_fd)
     os.umask(0o077)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -111,7 +114,8 @@ async def _serve(settings: config.Settings, ready: _Ready) -> None:
     from forkyard.yard.yard import open_yard
 
     become_subreaper()
-    _raise_file_limit()
+    # All streams of all sandboxes pass through this thread: who keeps the CPUs busy must not keep it waiting.
+    priority.go_first()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
@@ -164,14 +168,6 @@ async def _serve(settings: config.Settings, ready: _Ready) -> None:
 async def _tracing(path: Path | None) -> AsyncIterator[None]:
     with trace.tracing(path):
         yield
-
-
-def _raise_file_limit() -> None:
-    """Each sandbox costs a handful of descriptors, each client one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _forget(about: Path, socket: Path) -> None:

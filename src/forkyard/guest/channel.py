@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from forkyard.errors import DeadlineError, ForkyardError, SandboxLostError, UnavailableError
@@ -35,6 +35,7 @@ from forkyard.wire import (
 
 # A turn's worth of one guest's output: whoever floods the daemon keeps others waiting for no more.
 READ_BYTES = 128 << 10
+TURN_S = 0.002
 BACKLOG_BYTES = 1 << 20
 # Several frames: fewer turns between the two sides for the same bytes.
 PIPE_BYTES = 1 << 20
@@ -81,6 +82,7 @@ class Channel:
         self._on_lost = on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
         self._decoder = Decoder()
+        self._frames: Iterator[Frame] = iter(())
         self._out: deque[memoryview] = deque()
         self._out_bytes = 0
         self._later: list[bytes] | None = None  # frames held back while the wire is quiet
@@ -331,13 +333,31 @@ class Channel:
         if not data:
             self.lost(SandboxLostError("the sandbox closed its channel", cause="unknown"))
             return
+        self._frames = self._decoder.feed(data)
+        self._go_through()
+
+    def _go_through(self) -> None:
+        """The frames that were read; those that one turn has no time for, when others had theirs."""
+        assert self._loop is not None
+        end = time.perf_counter() + TURN_S
         try:
-            for frame in self._decoder.feed(data):
+            for frame in self._frames:
                 self._dispatch(frame)
                 if self.error is not None:
                     return
+                if time.perf_counter() > end:
+                    self._loop.remove_reader(self._from)
+                    self._loop.call_soon(self._next_go)
+                    return
         except WireError as e:
             self.violation(str(e))
+
+    def _next_go(self) -> None:
+        if self.error is None:
+            assert self._loop is not None
+            # First, since it may be taken away again.
+            self._loop.add_reader(self._from, self._readable)
+            self._go_through()
 
     def _whole(self, frame: Frame) -> Frame | None:
         """Put a message of several frames together."""

@@ -138,6 +138,10 @@ class Cgroups:
     def _make_roots(self) -> None:
         for path in set(self._dirs.values()):
             os.makedirs(path, mode=0o755, exist_ok=True)
+        if self.version == 1 and "cpu" in self._dirs:
+            # Processes beside this group count one by one: it is to weigh as much as one on each CPU.
+            with contextlib.suppress(OSError):
+                _write(f"{self._dirs['cpu']}/cpu.shares", (os.cpu_count() or 1) * _SHARES)
         if self.version == 2:
             path = next(iter(self._dirs.values()))
             _write(f"{path}/cgroup.subtree_control", " ".join(f"+{name}" for name in self._dirs))

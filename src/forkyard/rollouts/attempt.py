@@ -113,10 +113,12 @@ class Runner:
         begun = time.monotonic()
         try:
             info = await self._start(task, prepared, seed, label)
+        except WRONG:
+            # The task says what cannot be (a rule, a variable, a limit): no try would do better.
+            raise
         except ForkyardError as error:
-            # Nothing of the policy has run: whatever stopped it, but a wrong task, is the host's.
-            host = not isinstance(error, WRONG)
-            done.failed("infra", f"no copy could be started: {error}", host=host)
+            # Nothing of the policy has run: whatever stopped it is the host's.
+            done.failed("infra", f"no copy could be started: {error}", host=True)
             return done
         except asyncio.CancelledError:
             await self._client.delete_sandboxes(label)
@@ -135,9 +137,7 @@ class Runner:
         self._look(done, task)
         return done
 
-    async def _start(
-        self, task: Task, prepared: Prepared, seed: int, label: dict[str, str]
-    ) -> SandboxInfo:
+    async def _start(self, task: Task, prepared: Prepared, seed: int, label: dict[str, str]) -> SandboxInfo:
         own = prepared.snapshot.startswith(PREFIX) or task.limits == Limits()
         made = await self._client.fork(
             prepared.snapshot,
@@ -187,6 +187,8 @@ class Runner:
                 if task is not None and task.cancelling():
                     raise
                 # Nobody cancelled it: something that it waited for was.
+                raise PolicyExit(repr(error)) from error
+            except SystemExit as error:
                 raise PolicyExit(repr(error)) from error
         value = await in_thread(lambda: self._policy(*args))
         return await value if asyncio.iscoroutine(value) else value
@@ -293,9 +295,7 @@ class Runner:
         verdict = graded.verdict
         done.verdict, done.diff, done.suspicions = verdict, graded.diff, list(graded.suspicions)
         done.outside, done.refused = list(graded.outside), dict(graded.refused)
-        done.reward = float(verdict.reward)
-        if done.reward != done.reward:
-            raise grading.GraderError(f"the grader gave the reward {verdict.reward!r}")
+        done.reward = verdict.reward
         done.message = verdict.message
         if not verdict.passed:
             records = await self._client.audit(info.id, since=info.created_at - 1)
@@ -305,6 +305,8 @@ class Runner:
         lost = await self._loss(info.id, None)
         if lost is not None:
             done.failed(lost.outcome, lost.message, host=lost.host)
+        elif isinstance(error, grading.UnfitError):
+            done.failed("failed", str(error)[:2000])
         elif isinstance(error, grading.GraderError) or not isinstance(error, ForkyardError):
             done.failed("grader_error", f"{type(error).__name__}: {error}"[:2000])
         elif is_hosts(error):

@@ -74,7 +74,7 @@ def timeline(samples: Sequence[Sample]) -> str:
     step = 9
     for sample in sorted(samples, key=lambda sample: sample.started_at):
         row = next((at for at, end in enumerate(ends) if end <= sample.started_at), len(ends))
-        ends[row:row + 1] = [sample.ended_at]
+        ends[row : row + 1] = [sample.ended_at]
         x = 10 + (sample.started_at - begin) / span * (WIDTH - 20)
         waited = sample.phases.queue_s / span * (WIDTH - 20)
         wide = max(1.0, (sample.ended_at - sample.started_at) / span * (WIDTH - 20))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import posixpath
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,29 @@ WAIT_S = 600.0
 # So much more than an episode has that episodes which burn every CPU leave a grader its own: its limits of
 # time then speak of the work and not of its neighbours.
 CPU_WEIGHT = 10_000
+
+
+class UnfitError(Exception):
+    """What an agent left cannot be brought into a copy and made ready there: that is its failure, and no
+    error of the grader's, which would leave the sample out."""
+
+
+@contextlib.contextmanager
+def its_own_doing() -> Iterator[None]:
+    """What goes wrong in the block for what the agent left is its doing.
+
+    Raises:
+        UnfitError: in place of what says so.
+    """
+    try:
+        yield
+    except (
+        errors.CommandFailedError,
+        errors.ConflictError,
+        errors.InvalidRequestError,
+        errors.NotFoundError,
+    ) as error:
+        raise UnfitError(f"what was left cannot be graded: {error}") from error
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +122,7 @@ async def kill(client: AsyncClient, sandbox: str, spared: Callable[[ProcessInfo]
     """End every process but the machine's first and those that are spared.
 
     Raises:
-        ConflictError: they make new ones faster than they are killed.
+        UnfitError: they make new ones faster than they are killed.
     """
     for _ in range(ROUNDS):
         found = [one for one in await client.processes(sandbox) if one.pid != 1 and not spared(one)]
@@ -109,7 +132,7 @@ async def kill(client: AsyncClient, sandbox: str, spared: Callable[[ProcessInfo]
         if not pids:
             return
         await client.exec(sandbox, ["/bin/sh", "-c", 'kill -9 "$@" 2>/dev/null', "kill", *pids], user="root")
-    raise errors.ConflictError(f"processes in {sandbox} come back as often as they are killed")
+    raise UnfitError("processes come back as often as they are killed")
 
 
 async def real_path(client: AsyncClient, sandbox: str, path: str, *, follow: bool = False) -> str:

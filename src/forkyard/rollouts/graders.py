@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import posixpath
 import secrets
 import shlex
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 from forkyard.client.aio_sandbox import AsyncSandbox
 from forkyard.errors import NotFoundError
+from forkyard.rollouts.copies import its_own_doing
 from forkyard.rollouts.types import GradeMode, Grading, Verdict
 
 # In the grading copy, made by root there. Nobody else may look into DIRECTORY/private.
@@ -98,10 +100,11 @@ class CommandGrader:
         """See ``Grader``.
 
         Raises:
-            GraderError: there is no such command, or the report makes no sense.
+            GraderError: there is no such command, and that is not the agent's doing.
         """
         sandbox: AsyncSandbox = grading.sandbox
-        await _fresh(sandbox, self.report)
+        with its_own_doing():
+            await _fresh(sandbox, self.report)
         env = {**self.env, "FORKYARD_REPORT": self.report}
         env |= {f"FORKYARD_PORT_{port}": f"127.0.0.1:{port}" for port in grading.ports}
         words = ["/bin/sh", "-c", self.command] if isinstance(self.command, str) else list(self.command)
@@ -112,7 +115,7 @@ class CommandGrader:
         evidence = {"exit_code": result.exit_code, "output": output}
         if result.timed_out:
             return Verdict(False, 0.0, "grading took too long", evidence=evidence)
-        if result.exit_code in NO_COMMAND:
+        if result.exit_code in NO_COMMAND and not await self._there(grading, words):
             raise GraderError(f"{words[-1]!r} cannot be run: {output.strip()[-500:]}")
         raw = await read_report(sandbox, self.report)
         if raw is None:
@@ -123,7 +126,23 @@ class CommandGrader:
             return Verdict(False, 0.0, said, verdict.tests, verdict.evidence)
         return verdict
 
+    async def _there(self, grading: Grading, words: Sequence[str]) -> bool:
+        """Whether the command can be run, or could be but for what the agent did. Code under test may
+        exit with any number: that is no error of the grader's, which would leave the sample out."""
+        if grading.mode == "final":
+            return True
+        first = (self.command.split() or [""])[0] if isinstance(self.command, str) else words[0]
+        relative = "/" in first and not first.startswith("/")
+        changed = [change.path for change in grading.diff.changes] if grading.mode == "clean" else []
+        if changed and (relative or any(f"{first}/".startswith(f"{path}/") for path in changed)):
+            return True
+        look = ["/bin/sh", "-c", 'command -v -- "$0"', first]
+        found = await grading.sandbox.exec(look, user=self.user, cwd=self.cwd, env=dict(self.env))
+        return bool(found.ok)
+
     def _verdict(self, raw: bytes, evidence: dict[str, Any]) -> Verdict:
+        """What the report says. One that says nothing that can be understood is a failure: what is in it
+        may come from the code under test, and to be left out would be worth a try."""
         try:
             if self.report_format == "number":
                 said: dict[str, Any] = {"reward": float(raw.decode().strip()), "end": True}
@@ -132,11 +151,14 @@ class CommandGrader:
                 if said.get("end") is not True:
                     return Verdict(False, 0.0, "the grader's report is not complete", evidence=evidence)
             reward = float(said.get("reward", 1.0 if said.get("passed") else 0.0))
+            if not math.isfinite(reward):
+                raise ValueError(f"the reward is {reward}")
             passed = bool(said.get("passed", reward >= 1.0))
             tests = {str(name): str(outcome) for name, outcome in dict(said.get("tests", {})).items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise GraderError(f"{self.report} is no report: {error}; it begins {raw[:80]!r}") from None
-        more = said.get("evidence") or {}
+            more = dict(said.get("evidence") or {})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            why = f"the grader's report is none: {error}; it begins {raw[:80]!r}"
+            return Verdict(False, 0.0, why, evidence=evidence)
         return Verdict(passed, reward, str(said.get("message", "")), tests, {**evidence, **more})
 
 

@@ -17,17 +17,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from forkyard import errors
 from forkyard.client.aio import AsyncClient
-from forkyard.rollouts.copies import clean_copy, content, kill, own_copy, put_files, real_path
+from forkyard.rollouts.copies import (
+    UnfitError,
+    clean_copy,
+    content,
+    its_own_doing,
+    kill,
+    own_copy,
+    put_files,
+    real_path,
+)
 from forkyard.rollouts.crossing import Crossed, Rules, cross, replaced, with_pytest_section
 from forkyard.rollouts.graders import PRIVATE, GraderError
+from forkyard.rollouts.journal import printable, shown
 from forkyard.rollouts.service import served
 from forkyard.rollouts.suspicions import Suspicion, about_changes, about_grades
 from forkyard.rollouts.types import GradeMode, Grader, Grading, Task, Verdict
 from forkyard.types import Change, Diff, Record, SandboxInfo
 
-__all__ = ["Graded", "GraderError", "grade", "grade_files", "regrade"]
+__all__ = ["Graded", "GraderError", "UnfitError", "grade", "grade_files", "regrade"]
 
 # Beyond the grader's own time: making copies, carrying changes over.
 ROOM_S = 120.0
@@ -68,8 +80,9 @@ async def grade(
         audit: Also grade in ``final`` mode, and say where the two differ.
 
     Raises:
-        GraderError: the grader itself failed. SandboxLostError: ``final`` is gone, or a grading copy
-        was lost by the host. Other ForkyardErrors as they come: nothing is retried here.
+        GraderError: the grader itself failed. UnfitError: what was left cannot be graded, and that is a
+        failure. SandboxLostError: ``final`` is gone, or a grading copy was lost by the host. Other
+        ForkyardErrors as they come: nothing is retried here.
     """
     try:
         whole = await client.diff(final, since=prepared)
@@ -176,10 +189,11 @@ class _Target:
         workdir = await real_path(self.client, self.id, self.info.workdir, follow=True)
         rules = Rules(workdir, self.task.paths, self.task.protected)
         crossed = cross(whole, rules)
-        if rules.pytest_section:
-            crossed = await self._pyprojects(crossed)
-        if final is not None and not crossed.diff.complete:
-            crossed = await self._fetch(crossed, final)
+        with its_own_doing():
+            if rules.pytest_section:
+                crossed = await self._pyprojects(crossed)
+            if final is not None and not crossed.diff.complete:
+                crossed = await self._fetch(crossed, final)
         return crossed
 
     async def change(self, workdir: str, path: str, data: str | bytes | Path | None) -> Change:
@@ -246,11 +260,14 @@ class _Target:
         await self.ready(grader, diff, "clean", limit)
         large = [change for change in diff.changes if change.data and len(change.data) > 4 << 20]
         small = replaced(diff, dict.fromkeys(one.path for one in large))
-        await self.client.apply(self.id, small, user="root")
-        for change in large:
-            await self.client.write_file(self.id, change.path, change.data or b"", change.mode, user="root")
-            owner = f"{change.uid}:{change.gid}"
-            await self.client.exec(self.id, ["chown", owner, "--", change.path], user="root", check=True)
+        with its_own_doing():
+            await self.client.apply(self.id, small, user="root")
+            for change in large:
+                await self.client.write_file(
+                    self.id, change.path, change.data or b"", change.mode, user="root"
+                )
+                owner = f"{change.uid}:{change.gid}"
+                await self.client.exec(self.id, ["chown", owner, "--", change.path], user="root", check=True)
         return await self.verdict(grader, diff, "clean", limit)
 
     async def service(self, grader: Grader, diff: Diff, limit: float, final: str) -> Verdict:
@@ -283,25 +300,55 @@ class _Target:
                     why = "took too long" if built.timed_out else f"exited with {built.exit_code}"
                     said = (built.stdout + built.stderr)[-2000:]
                     return Verdict(False, 0.0, f"the build {why}", evidence={"output": said})
-            await self.client.make_dir(self.id, PRIVATE, 0o700, user="root")
-            await put_files(self.client, self.id, grader.files)
+            with its_own_doing():
+                await self.client.make_dir(self.id, PRIVATE, 0o700, user="root")
+                await put_files(self.client, self.id, grader.files)
             left = max(1.0, limit - (time.monotonic() - begun))
             async with _deadline(left + END_S):
                 verdict: object = await grader.grade(self._grading(diff, mode, left, ports))
-            if not isinstance(verdict, Verdict):
-                raise GraderError(f"{grader.name}: grade() returned {verdict!r:.200}, not a Verdict")
-            return verdict
+            return _sound(grader, verdict)
         except errors.SandboxLostError as error:
             if error.sandbox in (None, self.id) and error.cause == "guest":
                 return Verdict(False, 0.0, f"what was graded destroyed its machine: {error.message}")
             raise
-        except (GraderError, errors.ForkyardError, TimeoutError):
+        except (GraderError, UnfitError, errors.ForkyardError, TimeoutError):
             raise
         except Exception as error:
             raise GraderError(f"{grader.name}: {type(error).__name__}: {error}") from error
 
     async def _processes(self) -> set[tuple[int, str]]:
         return {(one.pid, one.command) for one in await self.client.processes(self.id)}
+
+
+def _sound(grader: Grader, verdict: object) -> Verdict:
+    """A grader's word as a run can keep it. Raises GraderError: it is no verdict, its reward no finite
+    number, or a field of it is of another kind."""
+    if not isinstance(verdict, Verdict):
+        raise GraderError(f"{grader.name}: grade() returned {verdict!r:.200}, not a Verdict")
+    try:
+        # What a reader of the run will find: nan and the infinities are no JSON.
+        plain = dataclasses.replace(
+            verdict,
+            message=_printable(verdict.message),
+            tests=_printable(verdict.tests),
+            evidence=_printable(verdict.evidence),
+        )
+        return msgspec.json.decode(msgspec.json.encode(plain, enc_hook=shown), type=Verdict)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise GraderError(
+            f"{grader.name}: a verdict that cannot be kept ({error}): {verdict!r:.200}"
+        ) from None
+
+
+def _printable(value: Any) -> Any:
+    """``value`` with its texts as UTF-8 can hold them: what the code under test said is in them."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {_printable(name): _printable(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(one) for one in value]
+    return value
 
 
 async def _final(

@@ -21,10 +21,10 @@ from forkyard.rollouts.keys import sample_seed
 from forkyard.rollouts.prepare import Prepared, Preparer
 from forkyard.rollouts.running import RETRIES, command_line, trajectory
 from forkyard.rollouts.slots import Slots, episodes_at_once, gradings_at_once
-from forkyard.rollouts.types import GradeMode, Policy, Task, Verdict
+from forkyard.rollouts.types import UNSCORED, GradeMode, Policy, Task, Verdict
 from forkyard.types import Record
 
-INVALID = ("infra", "grader_error", "timeout_contended", "cancelled")
+INVALID = (*UNSCORED, "cancelled")
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ class Search:
         self.depth = depth
         self.parallel = options.get("parallel") or 0
         self.best: Node | None = None
-        self.pinned: collections.Counter[Node] = collections.Counter()
+        # Nodes from which something is being tried, or that were not yet counted: their states stay.
+        self._trying: collections.Counter[Node] = collections.Counter()
         self._given = client
         self._both = both(client)
         self._client = self._both.aio
@@ -78,6 +79,8 @@ class Search:
     @property
     def spent(self) -> bool:
         """Whether no further node may be begun."""
+        if self._stopped == "memory":
+            return True
         if self.budget.nodes is not None and self._begun >= self.budget.nodes:
             if self._stopped == "exhausted":
                 self._stopped = "nodes"
@@ -98,24 +101,28 @@ class Search:
     async def grow(
         self, parent: Node, action: Any, further: int, wanted: Callable[[Node], bool] = bool
     ) -> Node | None:
-        """Try an action. None if the budget allows no further node.
+        """Try an action. None if the budget allows no further node, or none from this parent.
 
         Args:
             further: How many more actions are to be tried from the parent.
             wanted: Whether the new node, which has its score, may be returned to.
         """
-        self.pinned[parent] += 1
-        try:
-            async with self._states.place(parent):
-                # Only now: what waits for its turn has used nothing of the budget.
-                if self.spent:
-                    return None
-                self._begun += 1
-                node = Node(None, action, number=self._begun, parent=parent)
-                parent.children.append(node)
+        async with self._states.place(parent, lambda fits: self._make_room(parent, fits)) as may:
+            # Only now: what waits for its turn has used nothing of the budget. And its state may
+            # have gone meanwhile, to make room for another's.
+            if self.spent or not self.open(parent):
+                return None
+            if not may:
+                await self._give_up(parent)
+                return None
+            self._begun += 1
+            node = Node(None, action, number=self._begun, parent=parent)
+            parent.children.append(node)
+            self._trying.update((parent, node))
+            try:
                 await self._try(node, parent, further, wanted)
-        finally:
-            self.pinned[parent] -= 1
+            finally:
+                self._trying[parent] -= 1
         if node.error:
             node.ended = "failed"
         elif node.depth >= self.depth:
@@ -124,6 +131,13 @@ class Search:
             node.ended = "pruned"
         await self._after(node)
         return node
+
+    async def _give_up(self, node: Node) -> None:
+        """Nothing fits that is tried from here: go on elsewhere, if that helps."""
+        if self._held(node):
+            self._stopped = "memory"
+        else:
+            await self.finish(node, "memory")
 
     async def finish(self, node: Node, why: str) -> None:
         """Nothing further is tried from here."""
@@ -155,6 +169,7 @@ class Search:
             begun = time.perf_counter()
             node.result = await self._apply(box.sandbox, node.action)
             node.apply_s = time.perf_counter() - begun
+            await self._states.weigh(box)
             begun = time.perf_counter()
             score = await self._rate(box.sandbox)
             node.score_s = time.perf_counter() - begun
@@ -204,6 +219,7 @@ class Search:
             self.best = node if best else before
         if self._ended in self.options.get("marks", ()):
             self._mark()
+        self._trying[node] -= 1
         if self.best is not before and before is not None and before.ended:
             await self._release(before)
         if node.ended:
@@ -230,11 +246,17 @@ class Search:
             await self._states.free_copies(node)
 
     async def _stay_within_memory(self) -> None:
-        while self._states.over_budget:
-            idle = [n for n in self._states.saved_mb if not self._held(n) and not self.pinned[n]]
+        await self._make_room(None, lambda: not self._states.over_budget)
+
+    async def _make_room(self, parent: Node | None, enough: Callable[[], bool]) -> bool:
+        """Free the states with the lowest scores until there is enough; whether there is."""
+        while not enough():
+            kept = [n for n in self._states.saved_mb if n is not parent and not self._trying[n]]
+            idle = [node for node in kept if not self._held(node)]
             if not idle:
-                return
+                return False
             await self.finish(min(idle, key=lambda node: node.score or 0.0), "memory")
+        return True
 
     # -- the whole ---------------------------------------------------------------------
 
@@ -276,6 +298,7 @@ class Search:
             stopped=self._stopped,
             returns=self._costs.took,
             peak_sandboxes=self._states.peak,
+            peak_mb=round(self._states.peak_mb, 1),
         )
 
     async def _until_stopped(self, strategy: Callable[[Search], Awaitable[None]]) -> None:

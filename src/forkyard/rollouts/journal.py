@@ -13,6 +13,7 @@ Whatever a line refers to is on the disk before the line is.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -104,12 +105,17 @@ class Journal:
         return _parse(path, data[:whole]), len(data) - whole
 
     def append(self, sample: Sample) -> None:
-        """Write and sync one line. Blocks."""
-        line = msgspec.json.encode(sample, enc_hook=_shown) + b"\n"
-        with (self.path / LINES).open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        """Write and sync one line, or leave the file as it was (a full disk). Blocks."""
+        line = msgspec.json.encode(sample, enc_hook=shown) + b"\n"
+        with (self.path / LINES).open("ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / LINES))
+                os.fsync(file.fileno())
+            except BaseException:
+                os.ftruncate(file.fileno(), before)
+                raise
         self.samples[sample.task, sample.sample] = sample
 
     def keep(self, kind: str, key: str, data: bytes) -> str:
@@ -214,6 +220,10 @@ def read_tasks(path: Path) -> dict[str, Any]:
         return dict(json.loads((path / TASKS).read_bytes()))
     except FileNotFoundError:
         return {}
+    except (ValueError, TypeError) as error:
+        raise InvalidRequestError(
+            f"{path / TASKS} is damaged: {error}", hint="remove it; evaluate writes it anew"
+        ) from None
 
 
 def _parse(path: Path, data: bytes) -> dict[tuple[str, int], Sample]:
@@ -250,9 +260,22 @@ def pack_transcript(value: Any) -> tuple[bytes, str]:
     """A policy's return value, and what could not be kept of it ("" if nothing)."""
     try:
         return msgspec.msgpack.encode(value, enc_hook=_array), ""
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        shown = {"repr": repr(value)[:100_000]}
-        return msgspec.msgpack.encode(shown), f"the transcript is not plain data ({error}): kept as text"
+    except Exception as error:
+        # Also what an object's own methods raise: it costs the transcript, not the run.
+        text = {"repr": printable(_repr(value)[:100_000])}
+        return msgspec.msgpack.encode(text), f"the transcript is not plain data ({error}): kept as text"
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+
+
+def printable(text: str) -> str:
+    """``text`` as UTF-8 can hold it: half characters, of bytes that were none, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _array(value: Any) -> Any:
@@ -262,7 +285,7 @@ def _array(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
-def _shown(value: Any) -> Any:
+def shown(value: Any) -> Any:
     """What a verdict's evidence may hold besides JSON's own types, as a reader sees it."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
@@ -284,5 +307,3 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-

@@ -133,13 +133,17 @@ def shown(board: Board, progress: bool | OnProgress | None) -> Iterator[None]:
 class _Lines:
     def __init__(self) -> None:
         self._said_at = 0.0
+        self._said: int | None = None
 
     def on_progress(self, progress: Progress) -> None:
         if progress.last is not None and time.monotonic() - self._said_at >= PLAIN_EVERY_S:
             self.say(progress)
 
     def say(self, progress: Progress) -> None:
-        self._said_at = time.monotonic()
+        """A line, unless as many had ended in the last one."""
+        if progress.done == self._said:
+            return
+        self._said_at, self._said = time.monotonic(), progress.done
         sys.stderr.write(f"{progress}\n")
         sys.stderr.flush()
 

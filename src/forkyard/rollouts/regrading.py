@@ -95,9 +95,7 @@ async def aregrade(
     return dataclasses.replace(report, samples=samples)
 
 
-def regrade(
-    run: str | os.PathLike[str] | Report, grader: Graders | None = None, **options: Any
-) -> Report:
+def regrade(run: str | os.PathLike[str] | Report, grader: Graders | None = None, **options: Any) -> Report:
     """As :func:`aregrade`, from code that is not async."""
     report: Report = run_sync(lambda: aregrade(run, grader, **options))
     return report
@@ -107,14 +105,12 @@ async def _regraded(
     client: AsyncClient, sample: Sample, task: Task, prepared: Prepared, diff: Any, grader: Grader
 ) -> Sample:
     try:
-        graded = await grading.regrade(
-            client, task, prepared=prepared.snapshot, diff=diff, grader=grader
-        )
+        graded = await grading.regrade(client, task, prepared=prepared.snapshot, diff=diff, grader=grader)
+    except grading.UnfitError as error:
+        return dataclasses.replace(sample, outcome="failed", reward=0.0, verdict=None, message=str(error))
     except (grading.GraderError, ForkyardError) as error:
         message = f"{type(error).__name__}: {error}"
-        return dataclasses.replace(
-            sample, outcome="grader_error", reward=0.0, verdict=None, message=message
-        )
+        return dataclasses.replace(sample, outcome="grader_error", reward=0.0, verdict=None, message=message)
     verdict = graded.verdict
     return dataclasses.replace(
         sample,

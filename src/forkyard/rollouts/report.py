@@ -28,11 +28,10 @@ from forkyard.rollouts.numbers import (
     tally,
 )
 from forkyard.rollouts.stored import missing_samples
-from forkyard.rollouts.types import Sample, Task
+from forkyard.rollouts.types import UNSCORED, Sample, Task
 from forkyard.types import Diff, Record
 
 TASKS_SHOWN = 10
-INVALID = ("infra", "grader_error", "timeout_contended")
 # As many of the reasons for an outcome are printed.
 REASONS = 3
 
@@ -320,7 +319,7 @@ class Report:
         if ungraded := sum(sample.outcome == "passed" and sample.verdict is None for sample in self.samples):
             lines.append(f"  {ungraded} have no grader: that they passed says that the policy returned")
         lines.append(f"  score              {score.value:.3f} {score.interval}")
-        if any(sample.outcome in INVALID for sample in self.samples):
+        if any(sample.outcome in UNSCORED for sample in self.samples):
             lines.append(f"  with what is not scored as failed  {score.strict:.3f} {score.strict_interval}")
         for rate in self.rates:
             short = f", {len(rate.short)} tasks have too few samples" if rate.short else ""

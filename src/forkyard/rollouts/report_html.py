@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from forkyard.errors import ForkyardError
 from forkyard.rollouts import charts
+from forkyard.rollouts.tree import Tree
+from forkyard.rollouts.types import UNSCORED
 
 if TYPE_CHECKING:
     from forkyard.rollouts.report import Report
@@ -84,7 +86,7 @@ def _summary(report: Report) -> str:
 def _rates(report: Report) -> str:
     score = report.score
     bars = [("score", score.value, score.interval.low, score.interval.high)]
-    if report.outcomes.keys() & {"infra", "grader_error", "timeout_contended"}:
+    if report.outcomes.keys() & set(UNSCORED):
         strict = score.strict_interval
         bars.append(("score, losses failed", score.strict, strict.low, strict.high))
     bars += [(rate.name, rate.value, rate.interval.low, rate.interval.high) for rate in report.rates]
@@ -155,6 +157,8 @@ def _episode(report: Report, sample: Sample) -> str:
     except ForkyardError as error:
         return f'<details>{head}{"".join(body)}<p class="odd">{escape(str(error))}</p></details>'
     body.append(_commands(story["commands"]))
+    trees = [tree for line in story["log"] if (tree := _tree(line.get("tree")))]
+    body += [f"<h4>Search tree</h4><figure>{tree}</figure>" for tree in trees]
     if story["log"]:
         lines = "\n".join(json.dumps(line, ensure_ascii=False, default=str) for line in story["log"])
         body.append(f"<h4>Log</h4><pre>{escape(_cut(lines, SHOWN_TEXT))}</pre>")
@@ -168,6 +172,16 @@ def _episode(report: Report, sample: Sample) -> str:
         if diff.patch:
             body.append(f"<pre>{escape(_cut(diff.patch, SHOWN_PATCH))}</pre>")
     return f"<details>{head}{''.join(body)}</details>"
+
+
+def _tree(rows: Any) -> str:
+    """The picture of a search that a policy logged, as its tree's ``to_dict`` gave it; "" if it is none."""
+    if not isinstance(rows, list) or not rows:
+        return ""
+    try:
+        return Tree.from_dict(rows).to_svg()
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ""
 
 
 def _verdict(sample: Sample) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from forkyard.client.aio import AsyncClient
 from forkyard.client.sync import Client
 from forkyard.errors import (
@@ -32,7 +34,7 @@ from forkyard.rollouts.numbers import need
 from forkyard.rollouts.prepare import DISK_BUDGET_MB, Prepared, Preparer
 from forkyard.rollouts.progress import Board, OnProgress, shown
 from forkyard.rollouts.report import Report
-from forkyard.rollouts.slots import Slots, episodes_at_once, gradings_at_once
+from forkyard.rollouts.slots import Slots, episodes_at_once, gradings_at_once, room
 from forkyard.rollouts.stored import store_tasks
 from forkyard.rollouts.types import GradeMode, Phases, Policy, Sample, Task
 
@@ -142,6 +144,12 @@ def _check(tasks: Sequence[Task], samples: int, ks: Sequence[int]) -> None:
         seen.add(task.id)
         if task.grader is not None:
             _check_grader(task.grader)
+        try:
+            msgspec.json.encode(task.metadata, enc_hook=jn.shown)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"the metadata of task {task.id!r} is not plain data: {error}", hint="it is kept in the run"
+            ) from None
 
 
 def _check_grader(grader: Any) -> None:
@@ -182,6 +190,8 @@ class _Run:
         self._grading = asyncio.Semaphore(gradings_at_once())
         self._runner = Runner(clients.aio, clients.sync, policy, grade, self._grading)
         self._writing = asyncio.Lock()
+        # Snapshots whose episodes were seen to have room; None where the caller says how many.
+        self._measured: set[str] | None = None
         self.transcripts: dict[str, Any] = {}
         self.parallel = 1
 
@@ -206,6 +216,7 @@ class _Run:
         if not left:
             return
         self.parallel = await episodes_at_once(self._clients.aio, parallel, len(left))
+        self._measured = set() if parallel == "auto" else None
         slots = Slots(self.parallel)
         # As many again as run are got ready: a sample waits for its place, not for its state.
         ahead = asyncio.Semaphore(2 * self.parallel)
@@ -216,6 +227,14 @@ class _Run:
                     group.create_task(self._unit(unit, slots, ahead, board))
         except BaseExceptionGroup as failed:
             raise _first(failed) from None
+
+    async def _narrow(self, snapshot: str, slots: Slots) -> None:
+        """So many at a time as the machine holds of what starts from ``snapshot``, which may be large."""
+        if self._measured is None or snapshot in self._measured:
+            return
+        self._measured.add(snapshot)
+        slots.at_most(await room(self._clients.aio, snapshot, slots.used))
+        self.parallel = min(self.parallel, slots.limit)
 
     def _known_tasks(self) -> dict[str, Any]:
         if isinstance(self._journal, jn.Memory):
@@ -265,6 +284,7 @@ class _Run:
             while prepared is None:
                 try:
                     async with self._preparer.holding(unit.task) as prepared:
+                        await self._narrow(prepared.snapshot, slots)
                         await self._tries(unit, prepared, seed, slots, board, tries)
                 except ForkyardError as error:
                     if prepared is not None or isinstance(error, MISTAKES):
@@ -287,9 +307,7 @@ class _Run:
             place = contextlib.AsyncExitStack()
             place.push_async_callback(slots.give)
             async with place:
-                tries.last = await self._runner.attempt(
-                    unit.task, prepared, unit.sample, seed, place.aclose
-                )
+                tries.last = await self._runner.attempt(unit.task, prepared, unit.sample, seed, place.aclose)
             board.left()
             if not tries.again():
                 return
@@ -320,7 +338,7 @@ class _Run:
                 self.transcripts[transcript] = done.transcript
         if done.diff is not None:
             diff = await asyncio.to_thread(self._journal.keep, "diffs", key, jn.pack_diff(done.diff))
-        told = json.dumps(story, ensure_ascii=False, default=str).encode()
+        told = json.dumps(story, ensure_ascii=False, default=str).encode(errors="backslashreplace")
         episode = await asyncio.to_thread(self._journal.keep, "episodes", key, told)
         async with self._writing:
             sample = Sample(
@@ -331,7 +349,7 @@ class _Run:
                 outcome=done.outcome,
                 reward=done.reward,
                 verdict=done.verdict,
-                message="; ".join(filter(None, (done.message, lost))),
+                message=jn.printable("; ".join(filter(None, (done.message, lost)))),
                 phases=Phases(
                     tries.queue_s, done.start_s, done.policy_s, done.sandbox_s, done.freeze_s, done.grade_s
                 ),

@@ -210,14 +210,9 @@ async def _next_level(search: Search, level: list[Node], width: int) -> list[Nod
                 group.create_task(child(action, len(actions) - number))
         await search.finish(parent, "expanded" if actions else "leaf")
 
-    for node in level:
-        search.pinned[node] += 1
-    try:
-        async with asyncio.TaskGroup() as group:
-            for node in level:
-                group.create_task(from_one(node))
-    finally:
-        search.pinned.subtract(level)
+    async with asyncio.TaskGroup() as group:
+        for node in level:
+            group.create_task(from_one(node))
     return [node for node in chosen[:width] if search.open(node)]
 
 

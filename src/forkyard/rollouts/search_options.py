@@ -20,13 +20,14 @@ class Budget(Record):
     """What a search may use: ``nodes`` tried (the root is free), ``seconds`` from its start, and
     ``memory_mb``, MiB of its running sandboxes and kept states together. None is no limit.
 
-    The memory is a target that the search steers by, no wall. A sandbox counts as the first one took
-    before any action, a state as what it keeps on the disk, and no more sandboxes work at a time than
-    fit. After each node that takes it over, the states with the lowest scores go, as many as needed.
-    It is exceeded by what actions use more (each sandbox's own ``mem_mb`` is the wall), by one new state
-    for each sandbox that works, by a sandbox beyond the limit while it returns to a state whose own is
-    busy, by copies for checks, and where only states are left that are never freed: the root's, the
-    best one's, those of marks, and those from which something is being tried.
+    A sandbox counts as the one that took most so far, a state as what it keeps on the disk (the
+    source's own is not counted). Nothing is tried unless it and the state that it makes fit beside
+    what is there: for that the states with the lowest scores go, and at last the one it was to be tried
+    from, but never the best one's, those of marks and those from which something is being tried; where
+    not even something from the best one or the root fits, the search ends. What is
+    not known before may exceed it: what an action uses more than any before (each sandbox's own
+    ``mem_mb`` is the wall), and by how much a state is larger than any before. And when the search has
+    ended, one copy at a time is made for checks and the result.
     """
 
     nodes: int | None = None

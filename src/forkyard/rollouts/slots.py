@@ -33,7 +33,11 @@ class Slots:
 
     def lower(self) -> None:
         """Half as many from now on."""
-        self.limit = max(1, self.limit // 2)
+        self.at_most(self.limit // 2)
+
+    def at_most(self, limit: int) -> None:
+        """No more than so many from now on, but one."""
+        self.limit = max(1, min(self.limit, limit))
 
     async def __aenter__(self) -> None:
         await self.take()
@@ -52,11 +56,19 @@ async def episodes_at_once(client: AsyncClient, parallel: int | str, wanted: int
         InvalidRequestError: it is neither a positive number nor ``"auto"``.
     """
     if parallel == "auto":
-        fits = ((await client.capacity()).fits - gradings_at_once()) // 2
-        return max(1, min(fits, EPISODES_PER_CPU * (os.cpu_count() or 1), wanted))
+        return max(1, min(await room(client), EPISODES_PER_CPU * (os.cpu_count() or 1), wanted))
     if not isinstance(parallel, int) or isinstance(parallel, bool) or parallel < 1:
         raise InvalidRequestError(f"parallel is {parallel!r}", hint='give a positive number, or "auto"')
     return parallel
+
+
+async def room(client: AsyncClient, source: str | None = None, running: int = 0) -> int:
+    """How many episodes that start from ``source`` the machine holds, beside nothing but gradings.
+
+    Args:
+        running: Episodes that run now, and may be as large.
+    """
+    return ((await client.capacity(source)).fits + running - gradings_at_once()) // 2
 
 
 def gradings_at_once() -> int:

@@ -65,9 +65,12 @@ class States:
         # Nodes whose state went with the sandbox that held it, though somebody may return there.
         self.lost: set[Node] = set()
         self._apply = apply
+        # What one sandbox and one state take: the most that any has taken so far.
         self.box_mb = 0.0
+        self.state_mb = 0.0
         self.saved_mb: dict[Node, float] = {}
         self.peak = 0
+        self.peak_mb = 0.0
         self._inherit: dict[str, Any] = {}
         self._kept_ephemeral = False
         self._boxes: list[Box] = []
@@ -76,6 +79,8 @@ class States:
         self._mark = {LABEL: uuid.uuid4().hex[:12]}
         self._delete_s = 0.0
         self._working = 0
+        # Forks under way.
+        self._coming = 0
         self._changed = asyncio.Condition()
 
     async def open(self, root: Node) -> None:
@@ -96,33 +101,50 @@ class States:
             self._snapshots.add(kept.id)
             root.state = kept.id
             # A fork has what the state holds in memory of its own, used or not yet.
-            self.box_mb = kept.size_bytes / (1 << 20)
+            self.box_mb = self.state_mb = kept.size_bytes / (1 << 20)
         if self.memory_mb is not None:
             await self._fit(root, self.memory_mb)
 
     async def _fit(self, root: Node, memory_mb: float) -> None:
-        """Work in as many sandboxes as the budget holds, by what the first one takes."""
+        """Work in as many sandboxes as the budget holds with a state each, by what the first ones take."""
         box = await self._fork(root)
         box.at = root
         self.box_mb = max(self.box_mb, (await self.client.usage(box.sandbox)).mem_mb)
-        if self.box_mb > memory_mb:
+        each_mb = max(self.box_mb + self.state_mb, 1)
+        if each_mb > memory_mb:
             raise InvalidRequestError(
-                f"one sandbox takes {self.box_mb:.0f} MiB, the budget is {memory_mb:.0f}",
+                f"one sandbox takes {self.box_mb:.0f} MiB and one state {self.state_mb:.0f}, "
+                f"the budget is {memory_mb:.0f}",
                 hint="raise memory_mb",
             )
-        self.parallel = min(self.parallel, int(memory_mb // max(self.box_mb, 1)))
+        self.parallel = min(self.parallel, int(memory_mb // each_mb))
+        if self.costs.cheaper() == "rewind":
+            # Where no second sandbox fits, this one has to come back to the beginning.
+            box.copies[root] = (await self.client.checkpoint(box.sandbox)).id
         box.busy = False
 
     @contextlib.asynccontextmanager
-    async def place(self, node: Node) -> AsyncIterator[None]:
-        """Leave to work from ``node``, once one of the sandboxes may."""
+    async def place(
+        self, node: Node, make_room: Callable[[Callable[[], bool]], Awaitable[bool]]
+    ) -> AsyncIterator[bool]:
+        """Leave to work from ``node``, once one of the sandboxes may and there is memory for it and
+        for the state it makes. False: there is none, and nothing is left whose end would give some.
+
+        Args:
+            make_room: Frees states until its argument holds; whether it does then.
+        """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._may_begin(node))
-            self._working += 1
+            while True:
+                if self._may_begin(node):
+                    may = await make_room(lambda: self._fits(node))
+                    if may or not self._working:
+                        break
+                await self._changed.wait()
+            self._working += may
         try:
-            yield
+            yield may
         finally:
-            self._working -= 1
+            self._working -= may
             async with self._changed:
                 self._changed.notify_all()
 
@@ -156,6 +178,17 @@ class States:
             not box.busy and not self._holds_a_state(box) for box in self._boxes
         )
 
+    def _fits(self, node: Node) -> bool:
+        """Whether one more may work from ``node`` within the memory: all who work have a sandbox and
+        make a state, beside the idle sandboxes that hold states and cannot be the one it works in."""
+        if self.memory_mb is None:
+            return True
+        idle = [box for box in self._boxes if not box.busy and self._holds_a_state(box)]
+        own = any(node in box.copies or box.at is node for box in idle)
+        working = self._working + 1
+        boxes = working + len(idle) - own
+        return boxes * self.box_mb + self._saved_mb + working * self.state_mb <= self.memory_mb
+
     async def _stand(self, node: Node, further: int) -> tuple[Box, Way]:
         for box in self._boxes:
             if box.at is node and not box.busy:
@@ -163,11 +196,16 @@ class States:
                 self.costs.record("stay", 0.0)
                 return box, "stay"
         owner = next((b for b in self._boxes if node in b.copies and not b.busy), None)
-        if owner is not None and self.costs.next() == "rewind" and await self._rewind(owner, node):
+        back = owner is not None and (self.costs.next() == "rewind" or not self._room_beside())
+        if owner is not None and back and await self._rewind(owner, node):
             return owner, "rewind"
         begun = time.perf_counter()
-        made_room = await self._make_room()
-        box = await self._fork(node)
+        self._coming += 1
+        try:
+            made_room = await self._make_room()
+            box = await self._fork(node)
+        finally:
+            self._coming -= 1
         # The sandbox that goes for it is part of the price, now or when this one goes.
         price = time.perf_counter() - begun + (0.0 if made_room else self._delete_s)
         self.costs.record("fork", price)
@@ -192,13 +230,22 @@ class States:
         return True
 
     async def _make_room(self) -> bool:
-        """Delete an idle sandbox that nobody needs, where there are as many as may work."""
-        if len(self._boxes) >= self.parallel:
-            for box in self._boxes:
-                if not box.busy and not self._holds_a_state(box):
-                    await self._delete(box)
-                    return True
-        return False
+        """Delete idle sandboxes that nobody needs, where there are as many as may work or as fit."""
+        made = False
+        while len(self._boxes) + self._coming > self.parallel or not self._room_beside():
+            box = next((b for b in self._boxes if not b.busy and not self._holds_a_state(b)), None)
+            if box is None:
+                break
+            await self._delete(box)
+            made = True
+        return made
+
+    def _room_beside(self) -> bool:
+        """Whether the memory holds a sandbox more than there are, those that are coming included."""
+        if self.memory_mb is None:
+            return True
+        boxes = len(self._boxes) + max(self._coming, 1)
+        return boxes * self.box_mb + self._saved_mb + self._working * self.state_mb <= self.memory_mb
 
     async def _fork(self, node: Node) -> Box:
         await self._restore(node)
@@ -207,6 +254,7 @@ class States:
         box = Box(done.forks[0].id, temporary=len(self._boxes) >= self.parallel)
         self._boxes.append(box)
         self.peak = max(self.peak, len(self._boxes))
+        self._note_peak()
         return box
 
     async def _restore(self, node: Node) -> None:
@@ -225,7 +273,7 @@ class States:
         kept = await self.client.snapshot(sandbox, labels=self._mark)
         self._snapshots.add(kept.id)
         node.state = kept.id
-        self.saved_mb[node] = kept.size_bytes / (1 << 20)
+        self._saved(node, kept.size_bytes)
         self.lost.discard(node)
         await self.client.delete_sandbox(sandbox)
 
@@ -248,14 +296,34 @@ class States:
             box.copies[node] = kept.id
         node.state, box.at = kept.id, node
         node.save_s = time.perf_counter() - begun
-        self.saved_mb[node] = kept.size_bytes / (1 << 20)
+        self._saved(node, kept.size_bytes)
+
+    def _saved(self, node: Node, size_bytes: int) -> None:
+        self.saved_mb[node] = size_bytes / (1 << 20)
+        self.state_mb = max(self.state_mb, self.saved_mb[node])
+        self._note_peak()
+
+    async def weigh(self, box: Box) -> None:
+        """What an action made of its sandbox counts for all that follow, where memory is limited."""
+        if self.memory_mb is not None:
+            self.box_mb = max(self.box_mb, (await self.client.usage(box.sandbox)).mem_mb)
+            self._note_peak()
+
+    @property
+    def _saved_mb(self) -> float:
+        return sum(self.saved_mb.values())
+
+    @property
+    def _used_mb(self) -> float:
+        return len(self._boxes) * self.box_mb + self._saved_mb
+
+    def _note_peak(self) -> None:
+        self.peak_mb = max(self.peak_mb, self._used_mb)
 
     @property
     def over_budget(self) -> bool:
         """Whether sandboxes and kept states take more than the budget."""
-        if self.memory_mb is None:
-            return False
-        return len(self._boxes) * self.box_mb + sum(self.saved_mb.values()) > self.memory_mb
+        return self.memory_mb is not None and self._used_mb > self.memory_mb
 
     async def free(self, node: Node) -> None:
         """Nobody returns to this state: delete whatever holds it."""

@@ -15,7 +15,7 @@ from forkyard.client.sync import Client
 from forkyard.errors import ForkyardError, InvalidRequestError, NotFoundError, SandboxLostError
 from forkyard.rollouts.clients import both, run_sync
 from forkyard.rollouts.gone import afind_loss, find_loss
-from forkyard.rollouts.grading import grade
+from forkyard.rollouts.grading import UnfitError, grade
 from forkyard.rollouts.prepare import Prepared, Preparer, limit_fields
 from forkyard.rollouts.types import Limits, Task, Verdict
 
@@ -213,6 +213,8 @@ def _graded(client: Client, task: Task, prepared: Prepared, sandbox: str) -> Ver
         aio = both(client).aio
         try:
             return (await grade(aio, task, prepared=prepared.snapshot, final=sandbox)).verdict
+        except UnfitError as error:
+            return Verdict(False, 0.0, str(error))
         except (SandboxLostError, NotFoundError) as error:
             lost = await afind_loss(aio, sandbox, error)
             if lost is None or lost.host:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from forkyard.types import Record, SandboxInfo
 # How a sandbox came to stand in a node's state: a new copy, the same one taken back, or it was
 # still there.
 Way = Literal["fork", "rewind", "stay"]
-Stopped = Literal["exhausted", "nodes", "seconds", "target"]
+Stopped = Literal["exhausted", "nodes", "seconds", "memory", "target"]
 
 
 @dataclass(eq=False, slots=True)
@@ -96,6 +96,21 @@ class Tree:
         """Write :meth:`to_svg` to a file."""
         Path(path).write_text(self.to_svg())
 
+    @classmethod
+    def from_dict(cls, rows: Sequence[Mapping[str, Any]]) -> Tree:
+        """What :meth:`to_dict` gave, to be drawn again. Raises KeyError, TypeError: it is none."""
+        nodes: dict[int, Node] = {}
+        best = None
+        for row in rows:
+            parent = None if row["parent"] is None else nodes[row["parent"]]
+            node = Node(None, row["action"], row["score"], row["number"], parent)
+            node.error, node.ended = row["error"], row["ended"]
+            nodes[node.number] = node
+            if parent is not None:
+                parent.children.append(node)
+            best = node if row["best"] else best
+        return cls(next(iter(nodes.values()), Node(None)), best)
+
     def to_dict(self) -> list[dict[str, Any]]:
         """Plain data, a line for each node; actions that are no plain data become text."""
         return [
@@ -134,7 +149,8 @@ class SearchResult(Record):
     """``best`` is the node with the highest score (the first of them), None if there is none, and
     ``sandbox`` a running copy of its state, yours to delete. ``marks`` give pass at a budget, the last
     of them at the whole one. ``returns`` has the seconds of each return, by way; ``stopped`` why
-    the search ended."""
+    the search ended. ``peak_mb`` is the most that its sandboxes and states came to while it searched,
+    as ``Budget.memory_mb`` counts them."""
 
     best: Node | None
     tree: Tree
@@ -145,6 +161,7 @@ class SearchResult(Record):
     stopped: Stopped
     returns: Mapping[Way, list[float]] = field(default_factory=dict)
     peak_sandboxes: int = 0
+    peak_mb: float = 0.0
 
     @property
     def passed(self) -> bool | None:

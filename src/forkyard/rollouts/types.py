@@ -26,6 +26,8 @@ Outcome = Literal[
     "infra",
     "grader_error",
 ]
+# Those that say nothing about the policy.
+UNSCORED = ("infra", "grader_error", "timeout_contended")
 GradeMode = Literal["clean", "final", "service"]
 
 # Never taken from the agent's copy unless a task says otherwise: what decides how tests run.
@@ -246,7 +248,7 @@ class Sample(Record):
     @property
     def valid(self) -> bool:
         """Whether the sample says something about the policy."""
-        return self.outcome not in ("infra", "grader_error", "timeout_contended")
+        return self.outcome not in UNSCORED
 
 
 class EpisodeLike(Protocol):

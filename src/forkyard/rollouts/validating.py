@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forkyard.client.aio import AsyncClient
-from forkyard.errors import CommandFailedError, ForkyardError
-from forkyard.rollouts.graders import GraderError
+from forkyard.client.sync import Client
+from forkyard.errors import CommandFailedError
+from forkyard.rollouts.clients import both, run_sync
 from forkyard.rollouts.grading import grade, grade_files
 from forkyard.rollouts.prepare import Preparer, limit_fields
 from forkyard.rollouts.types import Task, Verdict
@@ -57,32 +58,40 @@ async def avalidate(
     *,
     times: int = TIMES,
     parallel: int = PARALLEL,
-    client: AsyncClient | None = None,
+    client: AsyncClient | Client | None = None,
 ) -> Validation:
     """Grade each task ``times`` times with nothing done and with its oracle's work.
 
     A task whose verdicts vary is flaky: it is named with the tests that do, and dropped, as are those
     that pass with nothing done and those whose oracle fails.
     """
-    if client is None:
-        async with AsyncClient() as own:
-            return await avalidate(tasks, times=times, parallel=parallel, client=own)
-    preparer, slots = Preparer(client), asyncio.Semaphore(parallel)
+    mine = both(client)
+    preparer, slots = Preparer(mine.aio), asyncio.Semaphore(parallel)
 
     async def check(task: Task) -> Checked:
         async with slots:
-            return await _check(client, preparer, task, times)
+            return await _check(mine.aio, preparer, task, times)
 
-    async with asyncio.TaskGroup() as group:
-        found = [group.create_task(check(task)) for task in tasks]
+    try:
+        async with asyncio.TaskGroup() as group:
+            found = [group.create_task(check(task)) for task in tasks]
+    finally:
+        await mine.close(client)
     checked = [one.result() for one in found]
     usable = [task for task, one in zip(tasks, checked, strict=True) if one.state in ("good", "no_oracle")]
     return Validation(usable, checked)
 
 
-def validate(tasks: Sequence[Task], *, times: int = TIMES, parallel: int = PARALLEL) -> Validation:
-    """As :func:`avalidate`, for programs without a loop."""
-    return asyncio.run(avalidate(tasks, times=times, parallel=parallel))
+def validate(
+    tasks: Sequence[Task],
+    *,
+    times: int = TIMES,
+    parallel: int = PARALLEL,
+    client: AsyncClient | Client | None = None,
+) -> Validation:
+    """As :func:`avalidate`, from code that is not async (or from a notebook's cell)."""
+    found: Validation = run_sync(lambda: avalidate(tasks, times=times, parallel=parallel, client=client))
+    return found
 
 
 async def _check(client: AsyncClient, preparer: Preparer, task: Task, times: int) -> Checked:
@@ -97,7 +106,8 @@ async def _check(client: AsyncClient, preparer: Preparer, task: Task, times: int
             if task.oracle is not None and not any(one.passed for one in nothing):
                 for _ in range(times):
                     oracle.append(await _verdict(client, task, prepared.snapshot, task.oracle))
-    except (GraderError, ForkyardError) as error:
+    except Exception as error:
+        # A grader's, an oracle's, the daemon's: of this task alone. The others are still to be checked.
         return Checked(task.id, "broken", f"{type(error).__name__}: {error}")
     state, message = _state(task, nothing, oracle)
     unsteady = sorted({*_unsteady(nothing), *_unsteady(oracle)})

@@ -28,6 +28,7 @@ import msgspec
 
 from forkyard.errors import CorruptSnapshotError, InvalidRequestError, UnsupportedError
 from forkyard.host.threads import in_thread
+from forkyard.requests import Labels
 from forkyard.store.images import MANIFEST
 from forkyard.store.layerstream import BLOCK
 
@@ -69,7 +70,7 @@ class Manifest(msgspec.Struct, kw_only=True, omit_defaults=True):
     id: str
     name: str | None = None
     sandbox: str
-    labels: dict[str, str] = {}
+    labels: Labels = {}
     engine: str
     fingerprint: str = ""
     agent: str = ""

@@ -468,14 +468,20 @@ class DiskStore:
         return await self.layers.import_(layer, source, above, self._thread, private=private)
 
     def content_of(self, layer: str) -> tuple[str, int] | None:
-        """Checksum and length of a layer's stream, if :meth:`note_content` was told; see
-        :mod:`forkyard.store.layerstream`."""
-        known = self.layers.record(layer).get("content")
+        """Checksum and length of the stream that a layer gives (:mod:`forkyard.store.layerstream`), if
+        :meth:`note_content` was told."""
+        known = self.layers.record(layer).get("packed")
         return None if known is None else (str(known[0]), int(known[1]))
 
-    async def note_content(self, layer: str, sha256: str, size: int) -> None:
-        """Keep what :meth:`content_of` gives: a layer does not change."""
-        await self._thread(self.layers.note, layer, {"content": [sha256, size]})
+    def is_content(self, layer: str, sha256: str, size: int) -> bool:
+        """Whether a layer is known to give this stream, or came as it."""
+        record = self.layers.record(layer)
+        return any(record.get(key) == [sha256, size] for key in ("packed", "content"))
+
+    async def note_content(self, layer: str, sha256: str, size: int, *, came: bool = False) -> None:
+        """Keep a layer's stream: a layer does not change. With ``came`` it is the one that it was made
+        of, which need not be the one that it gives."""
+        await self._thread(self.layers.note, layer, {"content" if came else "packed": [sha256, size]})
 
     async def reference_layer(self, layer: str, path: Path) -> None:
         """Make ``layer`` stand for a read-only directory elsewhere, such as another home's layer.

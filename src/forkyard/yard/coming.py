@@ -142,7 +142,7 @@ class Coming:
         for chain in chains:
             same = []
             for layer, part in zip(reversed(chain), parts, strict=False):
-                if context.disks.content_of(layer) != (part.sha256, part.bytes):
+                if not context.disks.is_content(layer, part.sha256, part.bytes):
                     break
                 same.append(layer)
             known = max(known, same, key=len)
@@ -173,7 +173,7 @@ class Coming:
             await disks.import_layer(layer, fill, above, private=not part.template, room=part.bytes)
         self.snapshots.hold([layer])
         self.layers.insert(0, layer)
-        await disks.note_content(layer, part.sha256, part.bytes)
+        await disks.note_content(layer, part.sha256, part.bytes, came=True)
 
     # -- memory
 

@@ -166,7 +166,9 @@ def from_snapshot(
                 hint="start it with memory=False: its disk, freshly booted",
             )
     user = getattr(request, "user", None)
-    kept |= _limit_fields(bounds) | {"env": {**kept["env"], **request.env}, "user": user or kept["user"]}
+    env = {**kept["env"], **request.env}
+    check_env(env)  # each of a line of forks may bring more
+    kept |= _limit_fields(bounds) | {"env": env, "user": user or kept["user"]}
     doc = SandboxDoc(
         **_identity(name),
         **kept,
