@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from bench.cases import TRUE, Bench
 from bench.ours import Forkyard
+from forkyard import Client
 from forkyard.errors import ForkyardError
 
 TURNS = 10
@@ -73,41 +77,40 @@ def _measure(bench: Bench, ours: Forkyard, box: str, turn: int, name: str, bombs
 
 @contextlib.contextmanager
 def _going_off(ours: Forkyard, bombs: list[str]) -> Iterator[None]:
+    """In a process of their own, so that it is not this one's interpreter that is kept busy."""
     bad = ours.client.create_sandbox(mem_mb=512, disk_mb=1024).id
-    over = threading.Event()
-    threads = [threading.Thread(target=_throw, args=(ours, bad, bomb, over)) for bomb in bombs]
+    command = [sys.executable, "-m", "bench.neighbour", str(ours.home), bad, *bombs]
+    thrower = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        for thread in threads:
-            thread.start()
-        time.sleep(2)
+        time.sleep(3)
+        if thrower.poll() is not None:
+            raise RuntimeError(f"the bombs were not thrown: exit {thrower.returncode}")
         yield
     finally:
-        over.set()
+        thrower.terminate()
+        thrower.wait()
         ours.end(bad)
-        for thread in threads:
-            thread.join()
 
 
-def _throw(ours: Forkyard, bad: str, bomb: str, over: threading.Event) -> None:
+def _throw(client: Client, bad: str, bomb: str) -> None:
     """Again and again: a bomb that is ended for what it did is thrown anew."""
-    while not over.is_set():
-        # Its sandbox is deleted under it at the end, or did not survive it.
+    while True:
         with contextlib.suppress(ForkyardError, OSError):
             if bomb == STREAMS:
-                _streams(ours, bad, over)
+                _streams(client, bad)
             else:
-                ours.client.shell(bad, BOMBS[bomb], timeout_s=30, max_output=1 << 16)
-        over.wait(0.05)
+                client.shell(bad, BOMBS[bomb], timeout_s=30, max_output=1 << 16)
+        time.sleep(0.05)
 
 
-def _streams(ours: Forkyard, bad: str, over: threading.Event) -> None:
+def _streams(client: Client, bad: str) -> None:
     """Many connections to a port inside, each of which sends and is sent something all the time."""
     with contextlib.ExitStack() as stack:
-        server = ours.client.spawn(bad, ["python3", "-c", ECHO])
+        server = client.spawn(bad, ["python3", "-c", ECHO])
         stack.callback(server.close)
-        where = urlsplit(ours.client.expose(bad, PORT))
+        where = urlsplit(client.expose(bad, PORT))
         connections: list[socket.socket] = []
-        while not over.is_set():
+        while True:
             if len(connections) < OPEN_STREAMS:
                 # Beyond what a sandbox may have they are reset, and asked for again.
                 with contextlib.suppress(ConnectionResetError):
@@ -125,3 +128,11 @@ def _streams(ours: Forkyard, bad: str, over: threading.Event) -> None:
                     pass
                 except OSError:
                     connections.remove(one)
+
+
+if __name__ == "__main__":
+    _, _home, _bad, *_bombs = sys.argv
+    with Client(home=Path(_home), start=False) as _client:
+        for _bomb in _bombs:
+            threading.Thread(target=_throw, args=(_client, _bad, _bomb), daemon=True).start()
+        threading.Event().wait()
