@@ -92,6 +92,7 @@ class Moving:
                 parts.append(Part(kind="image", name=name, bytes=entry.size, sha256=entry.sha256))
                 sources["image", name] = _opened(context.images.path(doc.image) / name, opened)
         of_templates = {layer for template in self.templates.all() for layer in template.layers}
+        await context.disks.show(doc.layers)
         for layer in reversed(doc.layers):
             sha256, size = await layer_sum(context, layer)
             own = layer not in of_templates
