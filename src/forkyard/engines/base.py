@@ -17,6 +17,8 @@ from forkyard.host import process
 
 KNOWN = ("gvisor", "qemu")
 """The engines that a host may have."""
+OWN_KERNEL = frozenset({"qemu"})
+"""Those of them whose machines have kernels of their own (:attr:`Engine.own_kernel`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -512,7 +512,7 @@ class DiskStore:
             before = (await self.images.volume(list(old), self._thread)) / DISK_IMAGE
             images = partial(trees.compare, (new[0], top), (old[0], before), take)
             return await self._thread(partial(images, leave_out=leave_out, stop=stop))
-        await self.show(old)
+        await self.show([*new, *old])
         return await self._thread(
             partial(
                 compare_trees,

@@ -43,8 +43,8 @@ class Qemu:
     name = "qemu"
     shares_files = False
     own_kernel = True
-    # Three seconds where the translator has a CPU, and a minute where ten share it.
-    boot_timeout_s = 120.0
+    # Four seconds where the translator has a CPU, and minutes where thirty share it.
+    boot_timeout_s = 300.0
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
