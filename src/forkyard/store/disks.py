@@ -395,9 +395,8 @@ class DiskStore:
         if cgroup is not None:
             return cgroup.dirty_mb()
         with open("/proc/meminfo") as file:
-            return (
-                sum(int(line.split()[1]) for line in file if line.startswith(("Dirty:", "Writeback:"))) / 1024
-            )
+            sizes = [int(line.split()[1]) for line in file if line.startswith(("Dirty:", "Writeback:"))]
+        return sum(sizes) / 1024
 
     def usage_mb(self, box: str) -> float:
         """MiB charged to a box: what it wrote and what it or its snapshots still keep of that."""
@@ -527,6 +526,10 @@ class DiskStore:
             )
         )
 
+    def image_of(self, layer: str) -> Path | None:
+        """The image that a layer is; None of a tree."""
+        return self.layers.image(layer)
+
     async def show(self, layers: Iterable[str]) -> None:
         """Make trees of those layers that are images of disks, where there are none yet: what
         :meth:`layer_path` gives from then on.
@@ -588,8 +591,7 @@ class DiskStore:
             elif stray.kind == "layer":
                 await self.drop_layer(stray.name)
             else:
-                drop = self.images.drop if stray.kind == "image" else self.trees.drop
-                await self._thread(drop, stray.name)
+                await self._thread((self.images if stray.kind == "image" else self.trees).drop, stray.name)
 
 
 def _opened(part: T | None) -> T:

@@ -77,7 +77,7 @@ class Moving:
         parts: list[Part] = []
         sources: dict[tuple[str, str], Path | int] = {}
         if request.memory and doc.image is not None:
-            if any(context.disks.layers.image(layer) for layer in doc.layers):
+            if any(context.disks.image_of(layer) for layer in doc.layers):
                 raise UnsupportedError(
                     f"the memory of snapshot {doc.id} goes on with the very disk that its kernel has mounted",
                     hint="export it with memory=False: its disk",

@@ -45,6 +45,7 @@ class Disks(Protocol):
     """The part of :class:`forkyard.store.disks.DiskStore` that is needed here."""
 
     def layer_path(self, layer: str) -> Path: ...
+    def image_of(self, layer: str) -> Path | None: ...
     def stray(self, known_boxes: Iterable[str], known_layers: Iterable[str]) -> list[Stray]: ...
     async def drop_layer(self, layer: str) -> None: ...
 
@@ -190,7 +191,7 @@ class StoreCheck:
     def _wrong_with(self, layer: str) -> str | None:
         """What is wrong with a layer: it is gone, or something in it cannot be read."""
         try:
-            image = self.disks.layers.image(layer)
+            image = self.disks.image_of(layer)
             top = self.disks.layer_path(layer) if image is None else None
         except (NotFoundError, CorruptSnapshotError) as error:
             return error.message
