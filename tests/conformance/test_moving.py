@@ -26,6 +26,10 @@ from forkyard.store.archive import MAGIC, Manifest, Part
 toys_show_it = pytest.mark.only(lambda kind, **_: not kind.real)
 
 
+# A microVM's memory does not leave its yard; its disk does: test_disks_move_between_engines.
+pytestmark = pytest.mark.only(lambda kind, **_: kind.name != "qemu")
+
+
 @pytest.fixture(scope="session")
 def other_home(kind: Kind) -> Iterator[Home]:
     with new_home(kind, store_gb=4) as home:
