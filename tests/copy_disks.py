@@ -65,6 +65,12 @@ class CopyDisks:
             raise NotFoundError(f"no layer {layer} in this store")
         return path
 
+    def image_of(self, layer: str) -> Path | None:
+        return None
+
+    async def show(self, layers: Iterable[str]) -> None:
+        """All are trees."""
+
     async def import_layer(
         self,
         layer: str,

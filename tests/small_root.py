@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 PROGRAMS = [
+    *("chmod", "cp", "dd", "grep", "ln", "mkfifo", "stat"),
     *("sh", "cat", "echo", "env", "false", "head", "hostname", "id", "kill", "ls", "mkdir", "printenv"),
     *(
         "printf",

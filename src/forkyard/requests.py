@@ -505,8 +505,8 @@ class TemplateSpec(Request, kw_only=True):
     ``image``, or, with neither, the one that is called ``name``.
 
     ``warm`` is its warm command (for ``/bin/sh -c``, or an argv; true: the image's own), ``ready``
-    how it is seen to be ready. ``auths`` are logins by registry, ``user:password``. ``pull``:
-    ask registries again for images that are there already.
+    how it is seen to be ready, ``engine`` what its sandboxes run on unless they say. ``auths`` are
+    logins by registry, ``user:password``. ``pull``: ask registries again for images that are there already.
     """
 
     name: Word | None = None
@@ -520,6 +520,7 @@ class TemplateSpec(Request, kw_only=True):
     warm: str | list[str] | bool | None = None
     ready: str | int | None = None
     ready_timeout_s: Number | None = None
+    engine: str | None = None
 
 
 class MakeTemplate(Change, kw_only=True):

@@ -133,7 +133,7 @@ class ForkResult(Record):
 class TemplateInfo(Record):
     """``kind`` is ``recipe`` (set-up made it), ``build`` or ``image`` (of which ``image`` is the
     name). ``warm`` says that sandboxes of the default type start from memory now,
-    ``warm_command`` what runs in them then, if anything."""
+    ``warm_command`` what runs in them then, if anything; ``engine`` what they run on, if it says."""
 
     name: str
     key: str
@@ -147,6 +147,7 @@ class TemplateInfo(Record):
     image: str | None = None
     last_used_at: float = 0.0
     warm_command: list[str] | None = None
+    engine: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

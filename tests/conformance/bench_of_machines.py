@@ -30,9 +30,12 @@ class Bench:
     async def spec(self, layers: list[str] | None = None) -> MachineSpec:
         """A box with a disk, and no machine yet."""
         spec = self.place()
-        create = self.disks.create_image_box if self.engine.own_kernel else self.disks.create_box  # type: ignore[attr-defined]
-        await create(spec.box, layers or ["base"], 256)
+        await self._disk(spec.box, layers or ["base"])
         return spec
+
+    async def _disk(self, box: str, layers: list[str]) -> None:
+        create = self.disks.create_image_box if self.engine.own_kernel else self.disks.create_box  # type: ignore[attr-defined]
+        await create(box, layers, 256)
 
     def place(self) -> MachineSpec:
         """A box without a disk."""
@@ -52,7 +55,7 @@ class Bench:
     async def hear(self, machine: Machine, *, fork: bool = False) -> Guest:
         guest = Guest(machine.to_guest, machine.from_guest, box=machine.spec.box)
         self._made.append((machine, guest))
-        await guest.attach(self.tg)
+        await guest.attach(self.tg, timeout_s=self.engine.boot_timeout_s)
         await guest.identify(Identity("bench", "0" * 32, machine.spec.box, fork=fork))
         return guest
 
@@ -68,7 +71,7 @@ class Bench:
         """As :meth:`restore`, with what the engine does ahead done before there is a disk."""
         spec = self.place()
         prepared = await self.engine.prepare(spec)
-        await self.disks.create_box(spec.box, layers, 256)  # type: ignore[attr-defined]
+        await self._disk(spec.box, layers)
         machine = await self.engine.restore(spec, image, prepared)
         return machine, await self.hear(machine, fork=True)
 

@@ -309,7 +309,8 @@ async def test_foreign_and_damaged_memory_is_refused(yard: TestYard, box: str) -
     assert not (await yard.rewind(box, memory=False)).memory_restored
     assert await yard.out(box, "cat file") == "kept"
     doc.fingerprint = ours
-    image = yard.context.images.path(doc.image or "") / "checkpoint.img"
+    name = "state" if yard.home.kind.name == "qemu" else "checkpoint.img"
+    image = yard.context.images.path(doc.image or "") / name
     whole, at = image.read_bytes(), image.stat()
     image.write_bytes(whole[:-1])
     with pytest.raises(CorruptSnapshotError, match="bytes"):

@@ -11,9 +11,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from own_yard import OwnYard, own_yard, programs, yard  # noqa: F401
+from yards import kinds
 
 from forkyard.cli.main import VERBS
 
@@ -21,10 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     *("quickstart", "cli", "sdk", "remote", "run_code", "agents"),
     *("forking", "moving-snapshots", "diff", "explore", "templates", "egress", "grading", "design"),
-    *("rollouts", "search", "rl"),
+    *("rollouts", "search", "rl", "engines"),
 )
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
-NOT_RUN = 1
+NOT_RUN = 2
+MICROVMS = kinds()[-1].values[0]
 
 # The quickstart fetches a wheel, as its reader would.
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.net]
@@ -62,7 +65,13 @@ def stretches(page: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES)
+def _marked(page: str) -> Any:
+    missing = MICROVMS.missing if page == "docs/engines.md" else ""
+    marks = [pytest.mark.skip(reason=missing)] if missing else []
+    return pytest.param(page, marks=[*marks, *([pytest.mark.qemu] if "engines" in page else [])])
+
+
+@pytest.mark.parametrize("page", [_marked(page) for page in PAGES])
 def test_examples(page: str, own_yard: OwnYard, tmp_path: Path) -> None:  # noqa: F811
     for language, text in stretches(page):
         name = tmp_path / f"{Path(page).name}.{language}"

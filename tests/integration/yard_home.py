@@ -76,9 +76,9 @@ class YardHome:
         return found
 
     def layers(self) -> list[str]:
-        """The layers that are no template's."""
-        kept = {layer for path in (self.home / "templates").glob("*.json")
-                for layer in json.loads(path.read_text())["layers"]}  # fmt: skip
+        """The layers that are no template's, nor of a warm image of one."""
+        records = [*(self.home / "templates").glob("*.json"), *self.home.glob("images/warm-*/manifest.json")]
+        kept = {layer for path in records for layer in json.loads(path.read_text())["layers"]}
         found = [path.name.removesuffix(".json") for path in (self.home / "store/layers").iterdir()]
         return sorted(set(found) - kept)
 

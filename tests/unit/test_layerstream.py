@@ -23,7 +23,7 @@ from forkyard.store.layerstream import (
     WHITEOUT,
     Filler,
     Node,
-    _framed,
+    framed,
     pack,
 )
 
@@ -153,7 +153,7 @@ NO_CONTENT = bytes(12)
 
 
 def bad(*pieces: Node | bytes) -> bytes:
-    return b"".join(one if isinstance(one, bytes) else _framed(one) for one in (ROOT, *pieces))
+    return b"".join(one if isinstance(one, bytes) else framed(one) for one in (ROOT, *pieces))
 
 
 def file(name: bytes = b"f", **fields: Any) -> Node:
@@ -162,7 +162,7 @@ def file(name: bytes = b"f", **fields: Any) -> Node:
 
 HOSTILE: dict[str, bytes] = {
     "nothing": b"",
-    "no root": _framed(Node(DIR, b"etc")),
+    "no root": framed(Node(DIR, b"etc")),
     "above": bad(file(b"..")),
     "absolute": bad(file(b"/etc/passwd")),
     "a path": bad(file(b"a/b")),

@@ -42,6 +42,11 @@ def _warm_arguments(
     return given(warm=True if warm_image else warm, ready=ready, ready_timeout_s=ready_timeout_s)
 
 
+def _engine_option(function: Any) -> Any:
+    return click.option("--engine", type=click.Choice(["auto", "gvisor", "qemu"]),
+                        help="What its sandboxes run on unless they say.")(function)
+
+
 def _credentials_option(function: Any) -> Any:
     def read(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
         return sys.stdin.readline().rstrip("\n") if value == "-" else value
@@ -86,6 +91,7 @@ Examples:
               help="A value for an ARG. Repeatable.")
 @click.option("--pull", is_flag=True, help="Ask registries for newer images.")
 @_warm_options
+@_engine_option
 @_credentials_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @json_option()
@@ -93,7 +99,7 @@ Examples:
 def template_build(
     app: App, name: str, context: str, dockerfile: str, build_args: tuple[tuple[str, str], ...], pull: bool,
     warm: str | None, warm_image: bool, ready: str | None, ready_timeout_s: float | None,
-    credentials: str | None, quiet: bool, as_json: bool,
+    engine: str | None, credentials: str | None, quiet: bool, as_json: bool,
 ) -> None:
     """Build template NAME from the Dockerfile in the directory CONTEXT.
 
@@ -102,7 +108,8 @@ def template_build(
     """
     _made(app.client.build_template(
         name, context, dockerfile, dict(build_args), on_progress=_progress(quiet), pull=pull,
-        **given(credentials=credentials), **_warm_arguments(warm, warm_image, ready, ready_timeout_s),
+        **given(credentials=credentials, engine=engine),
+        **_warm_arguments(warm, warm_image, ready, ready_timeout_s),
     ), as_json)
 
 
@@ -115,20 +122,22 @@ Examples:
 @click.argument("name")
 @click.argument("image")
 @_warm_options
+@_engine_option
 @_credentials_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @json_option()
 @pass_app
 def template_pull(
     app: App, name: str, image: str, warm: str | None, warm_image: bool, ready: str | None,
-    ready_timeout_s: float | None, credentials: str | None, quiet: bool, as_json: bool,
+    ready_timeout_s: float | None, engine: str | None, credentials: str | None, quiet: bool, as_json: bool,
 ) -> None:
     """Make template NAME of IMAGE: a registry's reference, oci:DIRECTORY, docker-archive:FILE, or
     the path of a root directory's tar.
     """
     _made(app.client.pull_template(
         name, image, on_progress=_progress(quiet),
-        **given(credentials=credentials), **_warm_arguments(warm, warm_image, ready, ready_timeout_s),
+        **given(credentials=credentials, engine=engine),
+        **_warm_arguments(warm, warm_image, ready, ready_timeout_s),
     ), as_json)
 
 

@@ -33,6 +33,7 @@ class AsyncTemplates:
         ready: str | int | None = None,
         ready_timeout_s: float | None = None,
         pull: bool = False,
+        engine: str | None = None,
         credentials: str | Mapping[str, str] | None = None,
     ) -> TemplateInfo:
         """Build a template from a Dockerfile; the same input is built once.
@@ -47,6 +48,7 @@ class AsyncTemplates:
                 with 0. None: it has ended with 0, or has been idle for a second.
             ready_timeout_s: How long that may take (default 120).
             pull: Ask registries for newer images.
+            engine: What its sandboxes run on unless they say (:meth:`create_sandbox`).
             credentials: ``user:password``, or that by registry; default: the user's auth file.
 
         Raises:
@@ -63,6 +65,7 @@ class AsyncTemplates:
             ready=ready,
             ready_timeout_s=ready_timeout_s,
             pull=pull,
+            engine=engine,
         )
         return await self._made("build_template", spec, packed, on_progress)
 
@@ -74,6 +77,7 @@ class AsyncTemplates:
         warm: Warm = None,
         ready: str | int | None = None,
         ready_timeout_s: float | None = None,
+        engine: str | None = None,
         credentials: str | Mapping[str, str] | None = None,
         on_progress: OnProgress | None = None,
     ) -> TemplateInfo:
@@ -93,6 +97,7 @@ class AsyncTemplates:
             warm=warm if warm is None or isinstance(warm, str | bool) else list(warm),
             ready=ready,
             ready_timeout_s=ready_timeout_s,
+            engine=engine,
         )
         return await self._made("pull_template", spec, packed, on_progress)
 
@@ -211,9 +216,7 @@ class AsyncTemplates:
                     raise
                 await self._transport.reach(PATIENCE_S)
 
-    async def _once(
-        self, verb: str, spec: rq.TemplateSpec, on_progress: OnProgress | None
-    ) -> TemplateInfo:
+    async def _once(self, verb: str, spec: rq.TemplateSpec, on_progress: OnProgress | None) -> TemplateInfo:
         request = rq.MakeTemplate(spec=spec, request_id=protocol.new_request_id())
         stream = await self._transport.open(verb, request)
         try:

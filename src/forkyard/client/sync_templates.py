@@ -35,6 +35,7 @@ class Templates:
         ready: str | int | None = None,
         ready_timeout_s: float | None = None,
         pull: bool = False,
+        engine: str | None = None,
         credentials: str | Mapping[str, str] | None = None,
     ) -> TemplateInfo:
         """Build a template from a Dockerfile; the same input is built once.
@@ -49,6 +50,7 @@ class Templates:
                 with 0. None: it has ended with 0, or has been idle for a second.
             ready_timeout_s: How long that may take (default 120).
             pull: Ask registries for newer images.
+            engine: What its sandboxes run on unless they say (:meth:`create_sandbox`).
             credentials: ``user:password``, or that by registry; default: the user's auth file.
 
         Raises:
@@ -65,6 +67,7 @@ class Templates:
             ready=ready,
             ready_timeout_s=ready_timeout_s,
             pull=pull,
+            engine=engine,
         )
         return self._made("build_template", spec, packed, on_progress)
 
@@ -76,6 +79,7 @@ class Templates:
         warm: Warm = None,
         ready: str | int | None = None,
         ready_timeout_s: float | None = None,
+        engine: str | None = None,
         credentials: str | Mapping[str, str] | None = None,
         on_progress: OnProgress | None = None,
     ) -> TemplateInfo:
@@ -95,6 +99,7 @@ class Templates:
             warm=warm if warm is None or isinstance(warm, str | bool) else list(warm),
             ready=ready,
             ready_timeout_s=ready_timeout_s,
+            engine=engine,
         )
         return self._made("pull_template", spec, packed, on_progress)
 
@@ -213,9 +218,7 @@ class Templates:
                     raise
                 self._transport.reach(PATIENCE_S)
 
-    def _once(
-        self, verb: str, spec: rq.TemplateSpec, on_progress: OnProgress | None
-    ) -> TemplateInfo:
+    def _once(self, verb: str, spec: rq.TemplateSpec, on_progress: OnProgress | None) -> TemplateInfo:
         request = rq.MakeTemplate(spec=spec, request_id=protocol.new_request_id())
         stream = self._transport.open(verb, request)
         try:

@@ -17,6 +17,8 @@ from forkyard.host import process
 
 KNOWN = ("gvisor", "qemu")
 """The engines that a host may have."""
+OWN_KERNEL = frozenset({"qemu"})
+"""Those of them whose machines have kernels of their own (:attr:`Engine.own_kernel`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class MachineSpec:
         agent: Directory that holds the guest agent, mounted read-only in the guest. An
             image is restored with the very agent it was saved with.
         mem_mb, disk_mb, processes: The limits that the guest's own kernel enforces.
+        cpus: How many a machine with a kernel of its own has.
         wrap: Turns an argv into one that first enters the box's cgroup.
     """
 
@@ -40,6 +43,7 @@ class MachineSpec:
     mem_mb: int
     disk_mb: int
     processes: int
+    cpus: int = 1
     wrap: Callable[[list[str]], list[str]] = list
 
 

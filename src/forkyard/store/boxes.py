@@ -21,7 +21,7 @@ class BoxDisk:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """Something that nothing owns: a ``box``, a ``layer``, or layers' ``image``, by its id."""
+    """Something that nothing owns: a ``box``, a ``layer``, layers' ``image``, an image's ``tree``, by id."""
 
-    kind: Literal["box", "layer", "image"]
+    kind: Literal["box", "layer", "image", "tree"]
     name: str

@@ -5,7 +5,7 @@ A stack of ordinary layers becomes an image once, by what it consists of; the im
 those layers. Everything else is as for any box: one volume, whose seal is a snapshot, and which goes
 on with a copy of what it starts from, sharing its blocks.
 
-Nothing here ever reads an image that a guest has written to.
+Nothing here ever reads an image that a guest has written to; :mod:`forkyard.store.trees` does, warily.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class DiskImages:
         self.layers = layers
         self._making: dict[str, asyncio.Lock] = {}
 
-    async def _volume(self, layers: list[str], thread: Callable[..., Awaitable[Any]]) -> Path:
+    async def volume(self, layers: list[str], thread: Callable[..., Awaitable[Any]]) -> Path:
         """The volume that a box above ``layers`` (top first) begins as a copy of.
 
         Raises:
             NotFoundError, CorruptSnapshotError: a layer is gone.
             CapacityError: no room. InternalError: mke2fs's words.
         """
-        own = self.layers.volume(layers[0])
-        if own is not None and (own / DISK_IMAGE).exists():
-            return own
+        own = self.layers.image(layers[0])
+        if own is not None:
+            return own.parent
         paths = [self.layers.path(layer) for layer in layers]
         name = hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:24]
         path = self.root / name
@@ -103,7 +103,7 @@ class DiskImages:
         self, volume: Path, layers: list[str], disk_mb: int, thread: Callable[..., Awaitable[Any]]
     ) -> None:
         """Make a box's volume; see :meth:`forkyard.store.disks.DiskStore.create_image_box`."""
-        parent = await self._volume(layers, thread)
+        parent = await self.volume(layers, thread)
         await thread(self._create_box, volume, parent, disk_mb)
 
     def _create_box(self, volume: Path, parent: Path, disk_mb: int) -> None:

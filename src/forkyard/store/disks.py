@@ -9,6 +9,7 @@ On disk, all of it below the home::
       boxes/<box>/{up,wk}   a box's upper and overlayfs' work directory
       boxes/<box>/disk.img  instead of a tree: the disk of a machine with a kernel of its own
       images/<digest>/      layers as such a disk
+      trees/<layer>/up      a sealed layer that is such a disk as a tree
       tmp/                  whatever a crash leaves here goes at the next start
     boxes/<box>/rootfs      a box's root, mounted: its layers under its upper
 
@@ -28,6 +29,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -36,15 +38,15 @@ from forkyard.host import files, mounts
 from forkyard.host.failpoint import failpoint_in_thread
 from forkyard.host.process import TaskStarter
 from forkyard.host.threads import in_thread
-from forkyard.store import overlay
+from forkyard.store import trees
 from forkyard.store.backend import DISK_IMAGE, Backend, BtrfsBackend, PlainBackend
 from forkyard.store.boxes import BoxDisk, Stray
 from forkyard.store.btrfs import Volume, is_btrfs
-from forkyard.store.changed import Changed, changed_since
+from forkyard.store.comparing import compare_trees
 from forkyard.store.diskimages import DiskImages
 from forkyard.store.layers import Layers, Source, inherit
 from forkyard.store.loopfile import GIB, LoopFile
-from forkyard.store.overlay import Difference, Layer, Unreadable
+from forkyard.store.overlay import Difference, Unreadable
 from forkyard.store.room import Room, Space
 from forkyard.store.spares import Spares
 
@@ -99,6 +101,7 @@ class DiskStore:
         self._backend: Backend | None = None
         self._layers: Layers | None = None
         self._images: DiskImages | None = None
+        self._trees: trees.Trees | None = None
         self._spares: Spares | None = None
         self._limits: dict[str, int] = {}
         self._measured: dict[str, int] = {}
@@ -120,14 +123,16 @@ class DiskStore:
         """
         self._pool = ThreadPoolExecutor(6, thread_name_prefix="disks")
         backend = None if self._plain else await self._open_btrfs()
-        for name in ("layers", "boxes", "images", "tmp"):
+        for name in ("layers", "boxes", "images", "trees", "tmp"):
             (self.root / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.home / "boxes").mkdir(mode=0o700, exist_ok=True)
         self._backend = backend or PlainBackend(self.root, self.root / "tmp")
         self.kind = self._backend.kind
         self._room = Room(self._backend, self._file, self._thread)
-        self._layers = Layers(self.root / "layers", self.root / "tmp", self._backend)
-        self._images = DiskImages(self.root / "images", self.root / "tmp", self._backend, self._layers)
+        tmp = self.root / "tmp"
+        self._layers = Layers(self.root / "layers", self.root / "trees", tmp, self._backend)
+        self._images = DiskImages(self.root / "images", tmp, self._backend, self._layers)
+        self._trees = trees.Trees(self.root / "trees", tmp, self._backend, self._layers)
         if clear:
             await self._thread(self._clear_tmp)
         with contextlib.suppress(CapacityError):  # full to the last block: what can be deleted, can be
@@ -164,7 +169,7 @@ class DiskStore:
         if unmount is None:
             unmount = not any((self.root / "boxes").iterdir())
         self._backend.close()
-        self._backend = self._layers = self._spares = self._images = self._room = None
+        self._backend = self._layers = self._spares = self._images = self._trees = self._room = None
         if unmount and self._file is not None:
             await self._thread(self._file.close)
         if self._pool is not None:
@@ -199,21 +204,19 @@ class DiskStore:
 
     @property
     def backend(self) -> Backend:
-        if self._backend is None:
-            raise InternalError("the disk store is not open")
-        return self._backend
+        return _opened(self._backend)
 
     @property
     def layers(self) -> Layers:
-        if self._layers is None:
-            raise InternalError("the disk store is not open")
-        return self._layers
+        return _opened(self._layers)
 
     @property
     def images(self) -> DiskImages:
-        if self._images is None:
-            raise InternalError("the disk store is not open")
-        return self._images
+        return _opened(self._images)
+
+    @property
+    def trees(self) -> trees.Trees:
+        return _opened(self._trees)
 
     @property
     def quota(self) -> str:
@@ -248,9 +251,7 @@ class DiskStore:
     @property
     def room(self) -> Room:
         """What is free, and growing."""
-        if self._room is None:
-            raise InternalError("the disk store is not open")
-        return self._room
+        return _opened(self._room)
 
     def space(self) -> Space:
         """Room for disks, for admission."""
@@ -272,6 +273,7 @@ class DiskStore:
             CapacityError: no room. Nothing is left behind after any error or cancellation.
         """
         volume = self._volume(box)
+        await self.show(layers)
         lowers = [self.layers.path(layer) for layer in layers]
         if not lowers:
             raise InternalError(f"box {box} has no layers")
@@ -393,9 +395,8 @@ class DiskStore:
         if cgroup is not None:
             return cgroup.dirty_mb()
         with open("/proc/meminfo") as file:
-            return (
-                sum(int(line.split()[1]) for line in file if line.startswith(("Dirty:", "Writeback:"))) / 1024
-            )
+            sizes = [int(line.split()[1]) for line in file if line.startswith(("Dirty:", "Writeback:"))]
+        return sum(sizes) / 1024
 
     def usage_mb(self, box: str) -> float:
         """MiB charged to a box: what it wrote and what it or its snapshots still keep of that."""
@@ -512,45 +513,44 @@ class DiskStore:
             NotFoundError, CorruptSnapshotError: a layer is gone. InterruptedError: ``stop`` said so.
         """
 
-        def work() -> T:
-            with contextlib.ExitStack() as stack:
-                opened: dict[str, Layer] = {}
-                for name in (*new, *old):
-                    if name not in opened:
-                        local = self.layers.volume(name) is not None
-                        opened[name] = Layer(self.layers.path(name), local=local)
-                        stack.callback(opened[name].close)
-                changed = self._changed(new, old, box)
-                return take(
-                    overlay.compare(
-                        [opened[name] for name in new],
-                        [opened[name] for name in old],
-                        changed=changed,
-                        leave_out=leave_out,
-                        unreadable=unreadable,
-                        stop=stop,
-                    )
-                )
+        if (top := self.layers.image(new[0])) is not None:
+            before = (await self.images.volume(list(old), self._thread)) / DISK_IMAGE
+            images = partial(trees.compare, (new[0], top), (old[0], before), take)
+            return await self._thread(partial(images, leave_out=leave_out, stop=stop))
+        await self.show([*new, *old])
+        return await self._thread(
+            partial(
+                compare_trees,
+                self.layers,
+                new,
+                old,
+                take,
+                box=None if box is None else self._volume(box),
+                leave_out=leave_out,
+                unreadable=unreadable,
+                stop=stop,
+            )
+        )
 
-        return await self._thread(work)
+    def image_of(self, layer: str) -> Path | None:
+        """The image that a layer is; None of a tree."""
+        return self.layers.image(layer)
 
-    def _changed(self, new: Sequence[str], old: Sequence[str], box: str | None) -> Changed | None:
-        """What btrfs knows of the difference, where only the top layers differ."""
-        if self.kind != "btrfs" or not new or not old or list(new[1:]) != list(old[1:]):
-            return None
-        tops = self.layers.volume(new[0]), self.layers.volume(old[0])
-        if tops[0] is None or tops[1] is None or tops[0] == tops[1]:
-            return None
-        try:
-            return changed_since(tops[0], tops[1], () if box is None else (self._volume(box),))
-        except OSError:
-            return None  # the comparison then looks at everything
+    async def show(self, layers: Iterable[str]) -> None:
+        """Make trees of those layers that are images of disks, where there are none yet: what
+        :meth:`layer_path` gives from then on.
+
+        Raises:
+            CorruptSnapshotError: a guest left one in a state that cannot be read.
+        """
+        await self.trees.make(layers, self._thread)
 
     async def drop_layer(self, layer: str) -> None:
         """Delete a layer; boxes that still have it mounted keep it until they go. Idempotent."""
         if self._spares is not None:
             await self._thread(self._spares.drop, layer)
         await self._thread(self.images.drop_of, layer)
+        await self._thread(self.trees.drop, layer)
         await self._thread(self.layers.drop, layer)
 
     def layer_path(self, layer: str) -> Path:
@@ -580,7 +580,8 @@ class DiskStore:
             found.update(path.name for path in directory.iterdir() if path.is_dir())
         result = [Stray("box", name) for name in sorted(found - boxes)]
         result += [Stray("layer", name) for name in sorted(self.layers.all() - layers)]
-        return result + [Stray("image", name) for name in self.images.strays(layers)]
+        result += [Stray("image", name) for name in self.images.strays(layers)]
+        return result + [Stray("tree", name) for name in self.trees.strays(layers)]
 
     async def sweep(self, known_boxes: Iterable[str], known_layers: Iterable[str]) -> list[Stray]:
         """Remove whatever :meth:`stray` finds, and return it; strays' processes must be gone."""
@@ -596,4 +597,10 @@ class DiskStore:
             elif stray.kind == "layer":
                 await self.drop_layer(stray.name)
             else:
-                await self._thread(self.images.drop, stray.name)
+                await self._thread((self.images if stray.kind == "image" else self.trees).drop, stray.name)
+
+
+def _opened(part: T | None) -> T:
+    if part is None:
+        raise InternalError("the disk store is not open")
+    return part

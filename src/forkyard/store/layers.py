@@ -17,7 +17,6 @@ from forkyard.errors import (
     CorruptSnapshotError,
     InternalError,
     NotFoundError,
-    UnsupportedError,
 )
 from forkyard.host import files, process
 from forkyard.host.failpoint import failpoint_in_thread
@@ -48,10 +47,15 @@ def inherited(volume: Path) -> int:
 
 
 class Layers:
-    """The layers in one directory. Methods block, except the async ones."""
+    """The layers in one directory. Methods block, except the async ones.
 
-    def __init__(self, root: Path, tmp: Path, backend: Backend) -> None:
+    Args:
+        trees: Where layers that are disk images have the trees that they show, by the layers' names.
+    """
+
+    def __init__(self, root: Path, trees: Path, tmp: Path, backend: Backend) -> None:
         self.root = root
+        self.trees = trees
         self.tmp = tmp
         self.backend = backend
         self._records: dict[str, dict[str, Any]] = {}
@@ -88,12 +92,7 @@ class Layers:
 
     def path(self, layer: str) -> Path:
         """The directory to mount as a lower. See :meth:`DiskStore.layer_path` for what it raises."""
-        directory = self._directory(layer)
-        if (directory / DISK_IMAGE).exists():
-            raise UnsupportedError(
-                f"layer {layer} is a microVM's disk, which the host does not look into",
-                hint="start it on the engine that made it",
-            )
+        directory = self.volume(layer) or self._directory(layer)
         reference = self.record(layer).get("ref")
         up = Path(reference) if reference else directory / "up"
         if not up.is_dir():
@@ -118,8 +117,8 @@ class Layers:
         record = self.record(layer)
         known = record.get("bytes")
         if known is None:
-            image = self._directory(layer) / DISK_IMAGE
-            known = image.stat().st_blocks * 512 if image.exists() else files.tree_bytes(self.path(layer))
+            image = self.image(layer)
+            known = image.stat().st_blocks * 512 if image else files.tree_bytes(self.path(layer))
             if record:
                 self._write_record(layer, {**record, "bytes": known}, durable=False)
         return int(known)
@@ -152,8 +151,15 @@ class Layers:
         return directory
 
     def volume(self, layer: str) -> Path | None:
-        """The sealed volume of a layer that lies in this store."""
+        """The sealed volume with the tree of a layer that lies in this store."""
+        if self.image(layer) is not None:
+            return self.trees / layer
         return None if self.record(layer).get("ref") else self._directory(layer)
+
+    def image(self, layer: str) -> Path | None:
+        """The disk image that a layer is, or None if it is a tree."""
+        image = self._directory(layer) / DISK_IMAGE
+        return image if image.exists() else None
 
     # -- making
 

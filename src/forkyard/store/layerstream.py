@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,7 @@ from forkyard.host import userns
 from forkyard.host.files import rmtree
 from forkyard.store import overlay
 
-__all__ = ["BLOCK", "Filler", "pack", "write_sparse"]
+__all__ = ["BLOCK", "Filler", "Node", "framed", "is_kept", "pack", "write_sparse"]
 
 BLOCK = 1 << 20
 """The longest piece that :func:`pack` gives."""
@@ -67,7 +67,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Node).decode
 
 
-def _is_kept(attribute: str, value: bytes) -> bool:
+def is_kept(attribute: str, value: bytes) -> bool:
+    """Whether an attribute of a file, by the name that an archive has for it, is part of a layer."""
     if attribute == _OPAQUE:
         return value in (b"y", b"x")
     if attribute == _WHITE:
@@ -90,7 +91,8 @@ def pack(root: Path) -> Iterator[bytes]:
         yield bytes(gathered)
 
 
-def _framed(node: Node) -> bytes:
+def framed(node: Node) -> bytes:
+    """A node as it is in a stream."""
     raw = _encode(node)
     return len(raw).to_bytes(4, "big") + raw
 
@@ -99,20 +101,20 @@ def _walk(root: Path) -> Iterator[bytes]:
     links: dict[int, int] = {}
     fd = os.open(root, _DIR)
     try:
-        yield _framed(_directory(b"", fd))
+        yield framed(_directory(b"", fd))
         stack = [_names(fd)]
         while stack:
             name = next(stack[-1], None)
             if name is None:
                 stack.pop()
-                yield _framed(Node(UP))
+                yield framed(Node(UP))
                 if stack:
                     fd = _move(fd, "..")
                 continue
             info = os.stat(name, dir_fd=fd, follow_symlinks=False)
             if stat.S_ISDIR(info.st_mode):
                 fd = _move(fd, name)
-                yield _framed(_directory(os.fsencode(name), fd))
+                yield framed(_directory(os.fsencode(name), fd))
                 stack.append(_names(fd))
             else:
                 yield from _entry(fd, name, info, links)
@@ -146,7 +148,7 @@ def _attributes(where: int | str) -> list[tuple[str, bytes]]:
             with contextlib.suppress(OSError):
                 value = os.getxattr(where, name, follow_symlinks=follow)
                 common = _COMMON.get(name, name)
-                if _is_kept(common, value):
+                if is_kept(common, value):
                     found.append((common, value))
     return found
 
@@ -154,7 +156,7 @@ def _attributes(where: int | str) -> list[tuple[str, bytes]]:
 def _entry(fd: int, name: str, info: os.stat_result, links: dict[int, int]) -> Iterator[bytes]:
     mode, raw = info.st_mode, os.fsencode(name)
     if stat.S_ISCHR(mode) and info.st_rdev == 0:
-        yield _framed(Node(WHITEOUT, raw))
+        yield framed(Node(WHITEOUT, raw))
         return
     kinds = {stat.S_IFREG: FILE, stat.S_IFLNK: LINK, stat.S_IFIFO: FIFO, stat.S_IFSOCK: SOCKET}
     kind = kinds.get(stat.S_IFMT(mode))
@@ -164,13 +166,13 @@ def _entry(fd: int, name: str, info: os.stat_result, links: dict[int, int]) -> I
     if info.st_nlink > 1:
         known = links.get(info.st_ino)
         if known is not None:
-            yield _framed(Node(SAME, raw, link=known))
+            yield framed(Node(SAME, raw, link=known))
             return
         link = links[info.st_ino] = len(links) + 1
     attributes = _attributes(f"/proc/self/fd/{fd}/{name}")
     target = os.readlink(raw, dir_fd=fd) if kind == LINK else b""
     size = info.st_size if kind == FILE else 0
-    yield _framed(
+    yield framed(
         Node(
             kind,
             raw,
@@ -255,6 +257,9 @@ def _write(fd: int, data: bytes | memoryview, at: int) -> None:
 class Filler:
     """Makes a layer in the empty directory ``up`` from its stream; ``feed`` it, then ``finish``.
 
+    Args:
+        content: Writes a file's content where the stream has none, to the open file that it is given.
+
     Whoever gives up calls :meth:`close` and removes the directory. Methods block. Beside ``up``, a
     directory ``links`` exists meanwhile.
 
@@ -263,7 +268,8 @@ class Filler:
         UnsupportedError: the file system here lacks what it needs.
     """
 
-    def __init__(self, up: Path) -> None:
+    def __init__(self, up: Path, content: Callable[[int], None] | None = None) -> None:
+        self._content = content
         self._links = up.with_name("links")
         self._buffer = bytearray()
         self._stack: list[Node] = []
@@ -368,7 +374,9 @@ class Filler:
         fd = os.open(node.name, flags, 0o600, dir_fd=self._fd)
         try:
             end = 0
-            while True:
+            if self._content is not None:
+                self._content(fd)
+            while self._content is None:
                 head = yield 12
                 offset, length = int.from_bytes(head[:8], "big"), int.from_bytes(head[8:], "big")
                 if not length:
@@ -428,7 +436,7 @@ def _checked(node: Node) -> Node:
     if not ids or not sizes or not 0 <= node.mode <= 0o7777:
         raise InvalidRequestError(f"{_shown(node.name)} has an owner, mode, size or time that none can have")
     for name, value in node.attributes:
-        if "\0" in name or not _is_kept(name, value):
+        if "\0" in name or not is_kept(name, value):
             raise InvalidRequestError(
                 f"{_shown(node.name)} has the attribute {name[:80]!r}, which none may have"
             )

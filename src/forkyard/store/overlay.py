@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from forkyard.host import userns
 from forkyard.store.changed import Changed
 
-__all__ = ["Difference", "Entry", "Layer", "Unreadable", "compare"]
+__all__ = ["Difference", "Entry", "Layer", "Shown", "Unreadable", "compare", "extents"]
 
 _OPENAT2 = 437
 _RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # no other mount, no magic link, no link, nothing above
@@ -37,7 +38,7 @@ _EXTENTS = 64
 _LAST_EXTENT = 1
 # What says of an extent where it lies but not what it holds, or something else than its address.
 _NO_ADDRESS = 0x2 | 0x4 | 0x8 | 0x80 | 0x100 | 0x200 | 0x400
-_SHARED = 0x2000
+_UNWRITTEN, _SHARED = 0x800, 0x2000
 _CHUNK = 1 << 20
 # Below this, reading is cheaper than asking where the content lies.
 _ASK_BYTES = 64 << 10
@@ -114,14 +115,34 @@ class Entry:
             os.close(fd)
 
 
+class Shown(Protocol):
+    """What is shown at a path, whatever shows it: see :class:`Entry`."""
+
+    @property
+    def info(self) -> os.stat_result: ...
+
+    @property
+    def is_dir(self) -> bool: ...
+
+    @property
+    def is_file(self) -> bool: ...
+
+    @property
+    def is_link(self) -> bool: ...
+
+    def read(self, limit: int) -> bytes: ...
+
+    def target(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A path (relative to the root) at which the stacks differ, and what each shows there.
     ``content``: what a file holds or a link says differs, not only its mode or owner."""
 
     path: str
-    old: Entry | None
-    new: Entry | None
+    old: Shown | None
+    new: Shown | None
     content: bool
 
 
@@ -328,20 +349,40 @@ def _same_blocks(one: int, other: int) -> bool:
     return False
 
 
+def extents(fd: int) -> Iterator[tuple[int, int, int]]:
+    """Where a file's content lies: offset in it, address, length. What has no address that says it all is
+    left out."""
+    at = 0
+    while found := _some_extents(fd, at):
+        for logical, physical, length, flags in found:
+            if not flags & (_NO_ADDRESS | _UNWRITTEN):
+                yield logical, physical, length
+        logical, _, length, flags = found[-1]
+        if flags & _LAST_EXTENT:
+            return
+        at = logical + length
+
+
 def _extents(fd: int, start: int) -> list[tuple[int, int, int, int]] | None:
     """Some extents from ``start``: where in the file, where on the disk, length, flags; None where
     an address does not say it all."""
+    found = _some_extents(fd, start)
+    if any(flags & _NO_ADDRESS for _, _, _, flags in found):
+        return None
+    return found or None
+
+
+def _some_extents(fd: int, start: int) -> list[tuple[int, int, int, int]]:
+    """As above, whatever the addresses say; none where the file system does not tell."""
     buffer = bytearray(32 + 56 * _EXTENTS)
     struct.pack_into("=QQIIII", buffer, 0, start, (1 << 64) - 1 - start, 0, 0, _EXTENTS, 0)
     try:
         fcntl.ioctl(fd, _FIEMAP, buffer)
     except OSError:
-        return None
+        return []
     found = []
     for at in range(struct.unpack_from("I", buffer, 20)[0]):
         logical, physical, length = struct.unpack_from("=QQQ", buffer, 32 + 56 * at)
         flags = struct.unpack_from("I", buffer, 32 + 56 * at + 40)[0]
-        if flags & _NO_ADDRESS:
-            return None
         found.append((logical, physical, length, flags & ~_SHARED))
     return found

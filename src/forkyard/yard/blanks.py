@@ -31,7 +31,7 @@ AT_ONCE = 2
 K = TypeVar("K")
 S = TypeVar("S")
 # The engine, the agent, and what the guest's kernel is told of memory, disk and processes.
-Kind = tuple[str, str, int, int, int]
+Kind = tuple[str, str, int, int, int, int]
 
 
 @dataclass(slots=True)

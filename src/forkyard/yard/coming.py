@@ -51,8 +51,9 @@ class _Inherits(msgspec.Struct, kw_only=True):
     workdir: _Text
     env: dict[str, str]
     tainted: bool
-    # An earlier release's archive has none.
+    # An earlier release's archive has neither.
     cpu_weight: int = CPU_WEIGHT
+    shape_cpus: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 
 class Coming:

@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from forkyard.errors import CapacityError, ConflictError, UnsupportedError
+from forkyard.errors import CapacityError, ConflictError
 from forkyard.requests import Caller, DiffRequest
-from forkyard.store.overlay import Difference, Entry, Unreadable
+from forkyard.store.overlay import Difference, Shown, Unreadable
 from forkyard.types import Change, Diff
 from forkyard.yard.background import finish
 from forkyard.yard.context import locked
@@ -30,7 +30,7 @@ MAX_CHANGES = 100_000
 # After so long the rest of a patch is made without looking for the shortest one.
 PATIENCE_S = 1.0
 # What the agent writes for itself, and where other filesystems are mounted.
-OWN = ("run/forkyard", "etc/hostname", "etc/hosts", "etc/machine-id", ".forkyard")
+OWN = ("run/forkyard", "etc/hostname", "etc/hosts", "etc/machine-id", "etc/resolv.conf", ".forkyard")
 MOUNTED = ("proc", "sys", "dev", "tmp", "var/tmp")
 _LEFT_OUT = frozenset(OWN + MOUNTED)
 
@@ -93,7 +93,6 @@ class Diffs:
 
     async def _of(self, sandbox: Sandbox, since: str | None, caps: Caps, stopped: threading.Event) -> Diff:
         begun = time.perf_counter()
-        self._check(sandbox.doc.engine)
         async with contextlib.AsyncExitStack() as stack:
             async with locked(sandbox):
                 old = self._past(sandbox, since)
@@ -115,21 +114,12 @@ class Diffs:
             compared = time.perf_counter()
         return collector.diff((frozen - begun) * 1e3, (compared - frozen) * 1e3)
 
-    def _check(self, engine: str) -> None:
-        """Raises UnsupportedError for disks that the host does not look into: file systems that a
-        guest's own kernel has written."""
-        if self.context.machines.engine(engine).own_kernel:
-            raise UnsupportedError(
-                f"there is no diff of {engine} sandboxes in this version", hint="compare inside or use gvisor"
-            )
-
     def _past(self, sandbox: Sandbox, since: str | None) -> list[str]:
         """The layers to compare with."""
         if since is not None:
             own = {kept.id: kept for kept in self.snapshots.checkpoints(sandbox)}
             labelled = {kept.name: kept for kept in own.values() if kept.name}
             kept = own.get(since) or labelled.get(since) or self.snapshots.get(since)
-            self._check(kept.engine)
             return list(kept.layers)
         if not sandbox.doc.origin:
             raise ConflictError(
@@ -250,7 +240,7 @@ class _Collector:
             yield patch_of(path, was, now, old_mode=old, new_mode=new, coarse=coarse)
 
 
-def _git_mode(entry: Entry | None) -> int | None:
+def _git_mode(entry: Shown | None) -> int | None:
     """The mode that git would record, or None where it records nothing."""
     if entry is not None and entry.is_link:
         return 0o120000
@@ -259,7 +249,7 @@ def _git_mode(entry: Entry | None) -> int | None:
     return None
 
 
-def _content(entry: Entry) -> bytes:
+def _content(entry: Shown) -> bytes:
     return os.fsencode(entry.target()) if entry.is_link else entry.read(entry.info.st_size)
 
 

@@ -71,6 +71,7 @@ class Limits:
     processes: int
     engine: str
     cpu_weight: int = CPU_WEIGHT
+    shape_cpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class Start:
     def kind(self) -> Kind:
         """All that a box made ahead depends on."""
         limits = self.limits
-        return limits.engine, self.agent, limits.shape_mem_mb, limits.shape_disk_mb, limits.processes
+        shape = limits.shape_cpus, limits.shape_mem_mb, limits.shape_disk_mb, limits.processes
+        return limits.engine, self.agent, *shape
 
 
 @dataclass(slots=True)
@@ -327,8 +329,8 @@ class Machines:
     # -- boxes made ahead --------------------------------------------------------------
 
     async def _make_blank(self, kind: Kind) -> Site | None:
-        engine, agent, mem_mb, disk_mb, processes = kind
-        limits = Limits(0, mem_mb, disk_mb, mem_mb, disk_mb, processes, engine)
+        engine, agent, cpus, mem_mb, disk_mb, processes = kind
+        limits = Limits(0, mem_mb, disk_mb, mem_mb, disk_mb, processes, engine, shape_cpus=cpus)
         async with Undo(self.tg) as undo:
             site = self._lay_out(Start([], limits, names.identity("blank", "", generation=0), agent))
             undo.push(self.remove, site.id)
@@ -580,6 +582,7 @@ class Machines:
             mem_mb=limits.shape_mem_mb,
             disk_mb=limits.shape_disk_mb,
             processes=limits.processes,
+            cpus=limits.shape_cpus,
             wrap=cgroup.join_argv if cgroup else list,
         )
 

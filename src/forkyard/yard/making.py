@@ -39,11 +39,10 @@ from forkyard.yard import names, warmup
 from forkyard.yard.background import begin
 from forkyard.yard.builds import Builder
 from forkyard.yard.context import Context
-from forkyard.yard.machines import Limits
 from forkyard.yard.material import Made, Material
 from forkyard.yard.pulls import Puller
 from forkyard.yard.snapshots import Snapshots
-from forkyard.yard.templates import TemplateDoc, Templates, limits
+from forkyard.yard.templates import TemplateDoc, Templates
 
 __all__ = ["Making"]
 
@@ -229,6 +228,7 @@ class Making:
     async def _make(self, spec: TemplateSpec, caller: Caller, say: Say) -> TemplateDoc:
         deposit = self._deposited(spec.deposit)
         try:
+            self._engine(spec.engine)
             ready = warmup.check(
                 spec.ready, warmup.TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
             )
@@ -246,7 +246,7 @@ class Making:
             if spec.name is None:
                 raise InvalidRequestError("give a Dockerfile, an image or a template's name")
             doc = self.templates.get(spec.name)
-            await self.templates.warm(doc, self._usual(), say)
+            await self.templates.warm(doc, self.templates.usual(doc), say)
             self.templates.touch(doc)
             return doc
         finally:
@@ -313,15 +313,26 @@ class Making:
                 warm=warm,
                 ready=ready if warm is not None else None,
                 ready_timeout_s=spec.ready_timeout_s or warmup.TIMEOUT_S,
+                engine=self._engine(spec.engine),
             )
             return await self._share(
-                f"name:{doc.name}:{doc.key}", lambda say: self._publish(doc, caller, say), say
+                f"name:{doc.name}:{doc.key}:{doc.engine}", lambda say: self._publish(doc, caller, say), say
             )
         finally:
             await self.snapshots.release(made.layers)
 
+    def _engine(self, asked: str | None) -> str | None:
+        """The engine that a template says.
+
+        Raises:
+            UnsupportedError: it is not set up here. InvalidRequestError: there is none of that name.
+        """
+        if asked in (None, "auto"):
+            return None
+        return self.context.machines.engine(asked or "").name
+
     async def _publish(self, doc: TemplateDoc, caller: Caller, say: Say) -> TemplateDoc:
-        usual = self._usual()
+        usual = self.templates.usual(doc)
         same = self.templates.find(doc.name)
         if same is not None and (same.key, same.layers) == (doc.key, doc.layers):
             doc = msgspec.structs.replace(doc, created_at=same.created_at)
@@ -339,10 +350,6 @@ class Making:
         kind = "template.built" if doc.kind == "build" else "template.pulled"
         await self.context.record(kind, caller, None, name=doc.name, key=doc.key, image=doc.image)
         return doc
-
-    def _usual(self) -> Limits:
-        """Those that most sandboxes will have."""
-        return limits(self.context.settings.defaults.type, self.context.engine)
 
     def _made_up_name(self, made: Made) -> str:
         """An image's own name where it is free, else one made of its content."""

@@ -74,6 +74,7 @@ class SandboxDoc(msgspec.Struct, kw_only=True, omit_defaults=True):
     trial: str = ""
     shape_mem_mb: int = 0
     shape_disk_mb: int = 0
+    shape_cpus: int = 1
     processes: int = 0
     exposed: dict[str, int] = {}
     asked: str = ""

@@ -17,7 +17,8 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from forkyard.errors import CorruptSnapshotError
+from forkyard.engines.base import OWN_KERNEL
+from forkyard.errors import CorruptSnapshotError, UnsupportedError
 from forkyard.host import files
 from forkyard.host.failpoint import failpoint
 from forkyard.host.threads import in_thread
@@ -76,6 +77,11 @@ class Moving:
         parts: list[Part] = []
         sources: dict[tuple[str, str], Path | int] = {}
         if request.memory and doc.image is not None:
+            if any(context.disks.image_of(layer) for layer in doc.layers):
+                raise UnsupportedError(
+                    f"the memory of snapshot {doc.id} goes on with the very disk that its kernel has mounted",
+                    hint="export it with memory=False: its disk",
+                )
             if context.images.verify_quick(doc.image).boot_id is not None:
                 await context.images.settled(doc.image)
             image = context.images.verify_quick(doc.image)
@@ -92,6 +98,7 @@ class Moving:
                 parts.append(Part(kind="image", name=name, bytes=entry.size, sha256=entry.sha256))
                 sources["image", name] = _opened(context.images.path(doc.image) / name, opened)
         of_templates = {layer for template in self.templates.all() for layer in template.layers}
+        await context.disks.show(doc.layers)
         for layer in reversed(doc.layers):
             sha256, size = await layer_sum(context, layer)
             own = layer not in of_templates
@@ -142,6 +149,9 @@ class Moving:
         if request.name is not None:
             self.snapshots.check_free(request.name)
         manifest = await reader.manifest()
+        if manifest.memory and manifest.engine in OWN_KERNEL:
+            words = f"the archive has the memory of a {manifest.engine} machine, without its disk"
+            raise UnsupportedError(words)
         takes = inherited(manifest)
         coming = Coming(self.snapshots, self.templates, manifest)
         try:

@@ -21,7 +21,7 @@ from forkyard.yard.context import Context
 from forkyard.yard.machines import Limits
 from forkyard.yard.model import SandboxDoc, SnapshotDoc
 from forkyard.yard.snapshots import Snapshots, inherited, limits_of
-from forkyard.yard.templates import TemplateDoc, Templates, limits
+from forkyard.yard.templates import TemplateDoc, Templates, limits, whole_cpus
 
 MIN_MEM_MB = 64
 MIN_DISK_MB = 16
@@ -93,7 +93,7 @@ def _from_template(
     explicit = request.type is not None
     bounds = limits(
         type_name,
-        _engine(request.engine, context),
+        _engine(request.engine or template.engine, context),
         _first(request.cpus, None if explicit else defaults.cpus),
         _first(request.mem_mb, None if explicit else defaults.mem_mb),
         _first(request.disk_mb, None if explicit else defaults.disk_mb),
@@ -216,6 +216,8 @@ def _on_engine(bounds: Limits, engine: Engine, source: SnapshotDoc, restore: boo
                 hint="leave type, mem_mb and disk_mb out, or start it with memory=False",
             )
         bounds = dataclasses.replace(bounds, shape_mem_mb=bounds.mem_mb, shape_disk_mb=bounds.disk_mb)
+        if not restore:
+            bounds = dataclasses.replace(bounds, shape_cpus=whole_cpus(bounds.cpus, engine))
     elif engine.name != source.engine:
         shaped = limits("small", engine, mem_mb=bounds.mem_mb, disk_mb=bounds.disk_mb)
         bounds = _keep_shape(bounds, shaped)
@@ -304,6 +306,7 @@ def _keep_shape(bounds: Limits, shaped: Limits) -> Limits:
         bounds,
         shape_mem_mb=shaped.shape_mem_mb,
         shape_disk_mb=shaped.shape_disk_mb,
+        shape_cpus=shaped.shape_cpus,
         processes=shaped.processes,
         cpu_weight=shaped.cpu_weight,
     )

@@ -19,7 +19,7 @@ from forkyard.yard.model import Sandbox, SandboxDoc, SnapshotDoc, checkpoint_inf
 # What a sandbox started from a snapshot takes over from the one that was frozen.
 INHERITED = (
     *("template", "type", "cpus", "cpu_weight", "mem_mb", "disk_mb"),
-    *("shape_mem_mb", "shape_disk_mb", "processes"),
+    *("shape_mem_mb", "shape_disk_mb", "shape_cpus", "processes"),
     *("user", "workdir", "env", "tainted"),
 )
 
@@ -242,8 +242,8 @@ class Snapshots:
 
 
 def inherited(doc: SnapshotDoc) -> dict[str, Any]:
-    """What a sandbox started from it takes over; a snapshot of an earlier release lacks the weight."""
-    values = {"cpu_weight": CPU_WEIGHT, **doc.inherits}
+    """What a sandbox started from it takes over; a snapshot of an earlier release lacks some of it."""
+    values = {"cpu_weight": CPU_WEIGHT, "shape_cpus": 1, **doc.inherits}
     return {name: values[name] for name in INHERITED}
 
 
@@ -263,4 +263,5 @@ def limits_of(values: dict[str, Any], engine: str) -> Limits:
         processes=values["processes"],
         engine=engine,
         cpu_weight=values["cpu_weight"],
+        shape_cpus=values["shape_cpus"],
     )

@@ -45,6 +45,7 @@ class Disks(Protocol):
     """The part of :class:`forkyard.store.disks.DiskStore` that is needed here."""
 
     def layer_path(self, layer: str) -> Path: ...
+    def image_of(self, layer: str) -> Path | None: ...
     def stray(self, known_boxes: Iterable[str], known_layers: Iterable[str]) -> list[Stray]: ...
     async def drop_layer(self, layer: str) -> None: ...
 
@@ -190,11 +191,15 @@ class StoreCheck:
     def _wrong_with(self, layer: str) -> str | None:
         """What is wrong with a layer: it is gone, or something in it cannot be read."""
         try:
-            top = self.disks.layer_path(layer)
+            image = self.disks.image_of(layer)
+            top = self.disks.layer_path(layer) if image is None else None
         except (NotFoundError, CorruptSnapshotError) as error:
             return error.message
         try:
-            _read_tree(top)
+            if top is not None:
+                _read_tree(top)
+            elif image is not None:
+                _read_file(image)
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
         return None
@@ -347,12 +352,16 @@ def _read_tree(top: Path) -> None:
         for name in names:
             path = os.path.join(directory, name)
             if stat.S_ISREG(os.lstat(path).st_mode):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOATIME)
-                try:
-                    while os.read(fd, _READ):
-                        pass
-                except OSError as error:
-                    error.filename = path
-                    raise
-                finally:
-                    os.close(fd)
+                _read_file(path)
+
+
+def _read_file(path: str | Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOATIME)
+    try:
+        while os.read(fd, _READ):
+            pass
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
+    finally:
+        os.close(fd)

@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -48,7 +49,8 @@ class TemplateDoc(msgspec.Struct, kw_only=True):
 
     ``kind`` is ``recipe`` (set-up made it), ``build`` or ``image``. ``content`` identifies the
     disk and defaults alone, ``source`` what they were made from (so that the same input is made
-    once), ``image`` is the reference that was pulled. ``warm`` is the argv of its warm command.
+    once), ``image`` is the reference that was pulled. ``warm`` is the argv of its warm command,
+    ``engine`` what its sandboxes run on unless they say.
     """
 
     name: str
@@ -68,6 +70,7 @@ class TemplateDoc(msgspec.Struct, kw_only=True):
     warm: list[str] | None = None
     ready: str | int | None = None
     ready_timeout_s: float = warmup.TIMEOUT_S
+    engine: str | None = None
 
     @property
     def tainted(self) -> bool:
@@ -216,21 +219,36 @@ class Templates:
 
     def info(self, doc: TemplateDoc) -> TemplateInfo:
         """The public view."""
-        usual = limits(self.context.settings.defaults.type, self.context.engine)
         return TemplateInfo(
             name=doc.name,
             key=doc.key,
             user=doc.user,
             workdir=doc.workdir,
             size_bytes=doc.size_bytes,
-            warm=self.image(doc, usual) is not None,
+            warm=self._is_warm(doc),
             created_at=doc.created_at,
             env=dict(doc.env),
             kind=doc.kind,
             image=doc.image,
             last_used_at=self.last_used_at(doc),
             warm_command=None if doc.warm is None else list(doc.warm),
+            engine=doc.engine,
         )
+
+    def usual(self, doc: TemplateDoc) -> Limits:
+        """Those that most of its sandboxes will have.
+
+        Raises:
+            UnsupportedError: its engine is not set up here.
+        """
+        context = self.context
+        engine = context.machines.engine(doc.engine) if doc.engine else context.engine
+        return limits(context.settings.defaults.type, engine)
+
+    def _is_warm(self, doc: TemplateDoc) -> bool:
+        with contextlib.suppress(UnsupportedError):
+            return self.image(doc, self.usual(doc)) is not None
+        return False
 
     def image(self, doc: TemplateDoc, shaped: Limits) -> str | None:
         """Name of the warm image for machines of that shape, or None."""
@@ -337,6 +355,8 @@ class Templates:
             shaped.shape_disk_mb,
             shaped.processes,
         ]
+        if shaped.shape_cpus > 1:
+            parts.append(shaped.shape_cpus)
         return self._tag(doc) + _digest(parts)
 
     def _tag(self, doc: TemplateDoc) -> str:
@@ -366,7 +386,7 @@ def limits(
 
     The guest's kernel is booted with the shape of the smallest type that holds them, so that
     odd sizes share their type's warm image; the exact figures bind on the host. A machine's own kernel
-    has exactly the memory and the disk that its machine has.
+    has exactly the memory and the disk that its machine has, and whole CPUs.
     """
     type_cpus, type_mem, type_disk = TYPES[type_name]
     mem = type_mem if mem_mb is None else mem_mb
@@ -378,15 +398,22 @@ def limits(
             if not engine.own_kernel:
                 shape_mem, shape_disk = fitting_mem, fitting_disk
             break
+    share = type_cpus if cpus is None else cpus
     return Limits(
-        cpus=type_cpus if cpus is None else cpus,
+        cpus=share,
         mem_mb=mem,
         disk_mb=disk,
         shape_mem_mb=shape_mem,
         shape_disk_mb=shape_disk,
         processes=processes,
         engine=engine.name,
+        shape_cpus=whole_cpus(share, engine),
     )
+
+
+def whole_cpus(share: float, engine: Engine) -> int:
+    """How many CPUs a machine is booted with that may use so much of the host's."""
+    return max(1, math.ceil(share)) if engine.own_kernel else 1
 
 
 def _file_name(name: str) -> str:

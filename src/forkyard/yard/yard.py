@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -483,14 +483,14 @@ def _back(doc: SandboxDoc, *names: str) -> Callable[[], None]:
 async def open_yard(
     settings: Settings,
     *,
-    engine: Engine | None = None,
+    engine: Engine | Sequence[Engine] | None = None,
     disks: DiskStore | None = None,
     install: Callable[[list[str]], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Yard]:
     """The yard in ``settings.home``, recovered and running. Leaving it keeps sandboxes running.
 
     Args:
-        engine: Runs the machines; by default those that set-up chose.
+        engine: Runs the machines; or several, the usual one first. By default those that set-up chose.
         disks: Keeps the disks; by default what the host can do best.
         install: Installs packages that building and pulling need; by default they are not.
 
@@ -503,7 +503,8 @@ async def open_yard(
         (home / name).mkdir(parents=True, exist_ok=True, mode=0o700)
     process.keep_table_large()
     async with contextlib.AsyncExitStack() as stack:
-        engines = {engine.name: engine} if engine is not None else await open_engines(settings, home)
+        given = engine if isinstance(engine, Sequence) or engine is None else [engine]
+        engines = await open_engines(settings, home) if given is None else {one.name: one for one in given}
         catalog = await Catalog.open(home / "catalog.db")
         stack.push_async_callback(catalog.close)
         audit = AuditLog(home / "audit")

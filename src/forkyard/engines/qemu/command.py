@@ -40,7 +40,8 @@ def command(kit: Kit, spec: MachineSpec, disk: tuple[int, ...], *, boots: bool) 
     cpu = "host,migratable=on,-arch-capabilities" if kit.accel == "kvm" else "max"
     argv = [str(kit.qemu), "-name", spec.box, *(["-S"] if boots else ["-incoming", "defer"])]
     argv += ["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]
-    argv += ["-machine", MACHINE, "-accel", accel, "-cpu", cpu, "-smp", "1", "-m", f"{spec.mem_mb}M"]
+    argv += ["-machine", MACHINE, "-accel", accel, "-cpu", cpu, "-smp", f"{spec.cpus}"]
+    argv += ["-m", f"{spec.mem_mb}M"]
     argv += ["-global", "virtio-mmio.force-legacy=false", "-global", "migration.send-configuration=off"]
     backend = f"memory-backend-file,id=ram,size={spec.mem_mb}M,mem-path={directory}/ram,share=off"
     argv += ["-object", backend]

@@ -35,6 +35,8 @@ POLL_S = 0.002
 ANSWER_S = 15.0
 # What any user may have by default (pipe-max-size).
 PIPE_BYTES = 1 << 20
+# Several times what the devices' state takes.
+STATE_ROOM = 1 << 20
 
 
 class Qemu:
@@ -43,8 +45,8 @@ class Qemu:
     name = "qemu"
     shares_files = False
     own_kernel = True
-    # Three seconds where the translator has a CPU, and a minute where ten share it.
-    boot_timeout_s = 120.0
+    # Four seconds where the translator has a CPU, and minutes where thirty share it.
+    boot_timeout_s = 300.0
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
@@ -105,11 +107,12 @@ class Qemu:
                 )
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CapacityError(
-                    "the disk is full: the memory image could not be written", retryable=True
-                ) from error
+                raise _full() from error
             raise
         except QmpError as error:
+            # It does not say why it could not write.
+            if _free_bytes(image) < STATE_ROOM:
+                raise _full() from error
             raise InternalError(f"saving the state of {machine.spec.box} failed: {error}") from error
         size = sum((image / name).stat().st_blocks * 512 for name in (RAM, STATE))
         return Frozen(image, self.fingerprint(), size)
@@ -273,6 +276,15 @@ def _machine(spec: MachineSpec, pid: int, start: int) -> Machine:
     else:
         loop.add_reader(pidfd, ended)
     return machine
+
+
+def _full() -> CapacityError:
+    return CapacityError("the disk is full: the memory image could not be written", retryable=True)
+
+
+def _free_bytes(directory: Path) -> int:
+    room = os.statvfs(directory)
+    return room.f_bavail * room.f_frsize
 
 
 def _said(directory: Path) -> str:
