@@ -37,13 +37,14 @@ from forkyard.wire import (
 READ_BYTES = 128 << 10
 TURN_S = 0.002
 BACKLOG_BYTES = 1 << 20
-# Several frames: fewer turns between the two sides for the same bytes.
-PIPE_BYTES = 1 << 20
+# Several frames: fewer turns between the two sides for the same bytes. While a file moves, more.
+PIPE_BYTES = 256 << 10
+WIDE_BYTES = 1 << 20
 PARTS = 16
 MAX_MESSAGE = 8 << 20
 FORGIVEN_S = 60.0
 # Bulk data waits for its turn while more than this is queued, so that a command never waits long.
-BULK_BYTES = 512 << 10
+BULK_BYTES = 64 << 10
 # A command that begins goes first: connections that carry much stand still until it ends, or this
 # long, and then stand no more for a while. Not the wire is short then, but the guest's CPU.
 HOLD_S, REST_S = 0.1, 0.05
@@ -87,6 +88,7 @@ class Channel:
         self._out_bytes = 0
         self._later: list[bytes] | None = None  # frames held back while the wire is quiet
         self._writing = False
+        self._wide = 0
         self._room = asyncio.Event()
         self._room.set()
         self._streams: dict[int, Stream] = {}
@@ -118,9 +120,25 @@ class Channel:
             self._loop = asyncio.get_running_loop()
             for fd in (self._to, self._from):
                 os.set_blocking(fd, False)
-                with contextlib.suppress(OSError):  # beyond what an ordinary user may have: it works as it is
-                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            self._pipes(PIPE_BYTES)
             self._loop.add_reader(self._from, self._readable)
+
+    def widen(self) -> None:
+        """A file moves: the pipes hold more until :meth:`narrow`, which is called once for each call."""
+        self._wide += 1
+        if self._wide == 1:
+            self._pipes(WIDE_BYTES)
+
+    def narrow(self) -> None:
+        self._wide -= 1
+        if self._wide == 0 and self.error is None:
+            self._pipes(PIPE_BYTES)
+
+    def _pipes(self, size: int) -> None:
+        for fd in (self._to, self._from):
+            # Beyond what an ordinary user may have, or still full: it works as it is.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
 
     def close(self) -> None:
         """Stop listening and fail what waits. The descriptors are the owner's."""

@@ -512,25 +512,14 @@ class DiskStore:
         Raises:
             NotFoundError, CorruptSnapshotError: a layer is gone. InterruptedError: ``stop`` said so.
         """
-
         if (top := self.layers.image(new[0])) is not None:
             before = (await self.images.volume(list(old), self._thread)) / DISK_IMAGE
             images = partial(trees.compare, (new[0], top), (old[0], before), take)
             return await self._thread(partial(images, leave_out=leave_out, stop=stop))
         await self.show([*new, *old])
-        return await self._thread(
-            partial(
-                compare_trees,
-                self.layers,
-                new,
-                old,
-                take,
-                box=None if box is None else self._volume(box),
-                leave_out=leave_out,
-                unreadable=unreadable,
-                stop=stop,
-            )
-        )
+        volume = None if box is None else self._volume(box)
+        compared = partial(compare_trees, self.layers, new, old, take, box=volume)
+        return await self._thread(partial(compared, leave_out=leave_out, unreadable=unreadable, stop=stop))
 
     def image_of(self, layer: str) -> Path | None:
         """The image that a layer is; None of a tree."""
