@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def test_how_samples_end(client: Client, tmp_path: Path) -> None:  # noqa: F811
     assert len(ended) == len(tasks) and [s.task for s in report.samples] == [t.id for t in tasks]
     assert {s.task: s.reward for s in report.samples if s.reward} == {"passed": 1.0}
     assert all(sample.retries == 0 and sample.valid for sample in report.samples)
-    assert "spoke in tongues" in ended["policy_error"].message
+    assert re.fullmatch(r".*spoke in tongues \(rollout_kit\.py:\d+\)", ended["policy_error"].message)
     log = report.episode(ended["policy_error"])["log"]
     assert any("ValueError" in line.get("traceback", "") for line in log)
     assert [s["kind"] for s in report.suspicions] == ["self-inflicted-loss"]

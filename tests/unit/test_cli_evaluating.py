@@ -11,7 +11,10 @@ from cli_client import MemoryClient
 from rollout_samples import sample
 
 from forkyard.cli.app import App
+from forkyard.cli.evaluating import _matching
 from forkyard.cli.main import run
+from forkyard.errors import NotFoundError
+from forkyard.rollouts import Task
 from forkyard.rollouts.journal import open_journal
 
 AGENT = "mine_agent"
@@ -50,6 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("humanevl", "mine_agent:solve", 3, "no suite 'humanevl'|did you mean humaneval?"),
         ("mine_agent", "mine_agent:solve", 3, "no suite 'mine_agent'|did you mean mine_agent:NAME?"),
         ("./absent", "mine_agent:solve", 3, "no suite './absent'|a directory of task folders"),
+        ("mine_agent:solve", "mine_agent:solve", 2, "mine_agent:solve takes arguments|--policy names"),
         ("mine_agent:tasks", "solve", 2, "'solve' is not MODULE:NAME"),
         ("mine_agent:tasks", "mine_agent:words", 2, "mine_agent:words is list, not something to call"),
     ],
@@ -67,6 +71,14 @@ def test_a_task_of_a_suite(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert "no task 'tow'" in (said := capfd.readouterr().err) and "did you mean two?" in said
     assert run(["rollout", "mine_agent:tasks", "--policy", "mine_agent:solve"], App(MemoryClient())) == 2
     assert "mine_agent:tasks::one" in capfd.readouterr().err
+
+
+def test_tasks_by_pattern(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tasks = [Task(f"HumanEval/{number}") for number in (1, 2, 10, 11)]
+    assert [task.id for task in _matching(tasks, "HumanEval/1?")] == ["HumanEval/10", "HumanEval/11"]
+    assert [task.id for task in _matching([*tasks, Task("a[1]")], "a[1]")] == ["a[1]"], "an id is no pattern"
+    with pytest.raises(NotFoundError):
+        _matching(tasks, "MBPP/*")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +63,8 @@ Examples:
 @click.option("-j", "--parallel", type=click.IntRange(min=1), metavar="N",
               help="Episodes at a time (default: what the machine holds).")
 @GRADE
-@click.option("--only", multiple=True, metavar="TASK", help="Only this task of the suite. Repeatable.")
+@click.option("--only", multiple=True, metavar="TASK",
+              help="Only this task of the suite, or those that match ('HumanEval/1?'). Repeatable.")
 @click.option("--policy-version", metavar="TEXT", help="Part of each sample's key, in place of a digest "
                                                        "of the policy's source.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -82,7 +85,7 @@ def run_verb(
 
     tasks = _tasks(suite)
     if only:
-        tasks = [_named(tasks, name) for name in only]
+        tasks = list({task.id: task for name in only for task in _matching(tasks, name)}.values())
     report = evaluate(tasks, _policy(policy), samples, tuple(sorted({1, samples})), grade,
                       parallel or "auto", out, new, client=app.client, version=policy_version,
                       progress=True)
@@ -140,6 +143,9 @@ def rollout_verb(
     if html is not None:
         report.to_html(html)
     sample = report.samples[0]
+    for line in report.episode(sample)["log"]:
+        if "traceback" in line:
+            note(line["traceback"].rstrip())
     if as_json:
         import msgspec
 
@@ -192,7 +198,13 @@ def _tasks(suite: str) -> list[Task]:
         hint = f"{near}there are {', '.join(suites.SUITES)}, a directory of task folders, and MODULE:NAME"
         raise NotFoundError(f"there is no suite {suite!r}", hint=hint)
     found = _imported(suite)
-    found = found() if callable(found) else found
+    if callable(found):
+        if any(one.default is one.empty for one in inspect.signature(found).parameters.values()):
+            raise InvalidRequestError(
+                f"{suite} takes arguments, so it makes no suite",
+                hint="a suite is a list of tasks or a function of nothing; --policy names what acts",
+            )
+        found = found()
     tasks = list(found) if isinstance(found, list | tuple) else [found]
     for one in tasks:
         if not isinstance(one, Task):
@@ -217,6 +229,12 @@ def _modules_here() -> list[str]:
     found = [path.stem for path in here.glob("*.py")]
     found += [path.parent.name for path in here.glob("*/__init__.py")]
     return sorted(name for name in found if name.isidentifier())
+
+
+def _matching(tasks: list[Task], name: str) -> list[Task]:
+    if any(task.id == name for task in tasks):
+        return [_named(tasks, name)]
+    return [task for task in tasks if fnmatchcase(task.id, name)] or [_named(tasks, name)]
 
 
 def _named(tasks: list[Task], name: str) -> Task:

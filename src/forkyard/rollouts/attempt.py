@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sysconfig
 import threading
 import time
 import traceback
@@ -10,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from forkyard.client.aio import AsyncClient
@@ -177,6 +179,8 @@ class Runner:
         await self._judge(done, info, failure, expired, meter, before)
         if failure is not None and not expired:
             done.log.append({"at": time.time(), "traceback": "".join(traceback.format_exception(failure))})
+            if done.outcome == "policy_error" and (where := _where(failure)):
+                done.message += f" ({where})"
 
     async def _call(self, args: tuple[Any, ...]) -> Any:
         if self._async:
@@ -372,3 +376,12 @@ async def in_thread(call: Callable[[], Any]) -> Any:
 
     threading.Thread(target=work, daemon=True, name="forkyard-policy").start()
     return await ended
+
+
+def _where(failure: BaseException) -> str:
+    """The innermost line of the policy's own code that a failure came through; "" if there is none."""
+    ours = str(Path(__file__).parents[1])
+    frames = traceback.extract_tb(failure.__traceback__)
+    own = [one for one in frames if not one.filename.startswith(ours) and "site-packages" not in one.filename]
+    own = [one for one in own if not one.filename.startswith(sysconfig.get_path("stdlib"))]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""

@@ -119,7 +119,8 @@ class CommandGrader:
             raise GraderError(f"{words[-1]!r} cannot be run: {output.strip()[-500:]}")
         raw = await read_report(sandbox, self.report)
         if raw is None:
-            return Verdict(False, 0.0, "the grader's command left no report", evidence=evidence)
+            said = f"the grader's command exited with {result.exit_code} and left no $FORKYARD_REPORT"
+            return Verdict(False, 0.0, said, evidence=evidence)
         verdict = self._verdict(raw, evidence)
         if result.exit_code and self.need_exit_0:
             said = f"the grader's command exited with {result.exit_code}"
@@ -148,6 +149,8 @@ class CommandGrader:
                 said: dict[str, Any] = {"reward": float(raw.decode().strip()), "end": True}
             else:
                 said = json.loads(raw)
+                if not isinstance(said, dict):
+                    raise ValueError('it is no JSON object (a bare number takes report_format="number")')
                 if said.get("end") is not True:
                     return Verdict(False, 0.0, "the grader's report is not complete", evidence=evidence)
             reward = float(said.get("reward", 1.0 if said.get("passed") else 0.0))

@@ -21,7 +21,7 @@ from forkyard.rollouts.keys import sample_seed
 from forkyard.rollouts.prepare import Prepared, Preparer
 from forkyard.rollouts.running import RETRIES, command_line, trajectory
 from forkyard.rollouts.slots import Slots, episodes_at_once, gradings_at_once
-from forkyard.rollouts.types import UNSCORED, GradeMode, Policy, Task, Verdict
+from forkyard.rollouts.types import UNSCORED, GradeMode, Policy, Task, Verdict, check_task
 from forkyard.types import Record
 
 INVALID = (*UNSCORED, "cancelled")
@@ -112,6 +112,7 @@ async def agroup_rollouts(
     Raises:
         InvalidRequestError: an argument. What the daemon says while preparing.
     """
+    check_task(task)
     least = _check(n, deadline_s, min_valid)
     advantages([0.0] * n, [True] * n, normalize, ddof)
     mine = both(client)

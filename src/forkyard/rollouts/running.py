@@ -36,7 +36,7 @@ from forkyard.rollouts.progress import Board, OnProgress, shown
 from forkyard.rollouts.report import Report
 from forkyard.rollouts.slots import Slots, episodes_at_once, gradings_at_once, room
 from forkyard.rollouts.stored import store_tasks
-from forkyard.rollouts.types import GradeMode, Phases, Policy, Sample, Task
+from forkyard.rollouts.types import GradeMode, Phases, Policy, Sample, Task, check_task
 
 RETRIES = 2
 # What a task that cannot be prepared as it is written raises: for every sample, and at every try.
@@ -133,6 +133,12 @@ def _in_memory(head: dict[str, Any]) -> Iterator[jn.Memory]:
 
 
 def _check(tasks: Sequence[Task], samples: int, ks: Sequence[int]) -> None:
+    if isinstance(tasks, str | Task):
+        what = f"the text {tasks!r}" if isinstance(tasks, str) else "a Task"
+        hint = "a suite's are load(name), of forkyard.rollouts.suites; one task is [task]"
+        raise InvalidRequestError(f"tasks is {what}, not a list of tasks", hint=hint)
+    for task in tasks:
+        check_task(task)
     if samples < 1:
         raise InvalidRequestError(f"samples is {samples}", hint="at least 1")
     if any(k < 1 or k > samples for k in ks):
@@ -306,9 +312,9 @@ class _Run:
             board.started()
             place = contextlib.AsyncExitStack()
             place.push_async_callback(slots.give)
+            place.callback(board.left)
             async with place:
                 tries.last = await self._runner.attempt(unit.task, prepared, unit.sample, seed, place.aclose)
-            board.left()
             if not tries.again():
                 return
             if tries.last.outcome == "timeout_contended":

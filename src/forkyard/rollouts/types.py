@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from forkyard.errors import InvalidRequestError
 from forkyard.types import Diff, ExecResult, Record
 
 # How an attempt ended. ``infra`` is what the daemon proves to be the host's doing and is retried;
@@ -195,6 +196,14 @@ class Task(Record):
     cluster: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     oracle: Mapping[str, str | bytes | Path | None] | Callable[..., Awaitable[Any]] | None = None
+
+
+def check_task(task: object) -> None:
+    """Raises InvalidRequestError unless it is a Task."""
+    if not isinstance(task, Task):
+        shown = f"{type(task).__name__} {str(task)[:80]!r}"
+        hint = "Task(id, ...), or a suite's: load(name), of forkyard.rollouts.suites"
+        raise InvalidRequestError(f"{shown} is no Task", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
