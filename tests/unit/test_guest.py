@@ -571,7 +571,8 @@ async def test_identity_and_users(guest: Guest) -> None:
 
 async def test_processes_and_activity(guest: Guest) -> None:
     process = await spawn(guest, "sleep 600 & wait")
-    await until(lambda: bool(children(process.pid)))
+    # A child that has not executed its program yet looks like its shell.
+    await until(lambda: children(process.pid) == ["sleep\0" "600\0"])
     mine = [p for p in await guest.processes() if p.handle == str(process.pid)]
     assert sorted(p.command.split()[0] for p in mine) == ["/bin/sh", "sleep"]
     assert (await guest.activity()).processes == 2
