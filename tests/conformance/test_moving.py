@@ -247,7 +247,7 @@ async def test_a_layer_in_another_order_goes_on_as_any(other: TestYard, gold: by
     """A stream that no forkyard would write, and that makes a layer all the same."""
     nodes = [layerstream.Node(layerstream.DIR, mode=0o755)]
     nodes += [layerstream.Node(layerstream.WHITEOUT, name) for name in (b"b", b"a")]
-    stream = b"".join(map(layerstream._framed, [*nodes, layerstream.Node(layerstream.UP)]))
+    stream = b"".join(map(layerstream.framed, [*nodes, layerstream.Node(layerstream.UP)]))
 
     def put(manifest: Manifest) -> None:
         part = next(part for part in manifest.parts if part.kind == "layer")
