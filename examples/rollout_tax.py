@@ -1,6 +1,6 @@
 """The rollout tax: what a rollout costs besides the model, four ways.
 
-    python examples/rollout_tax.py [--actions 10 50 150] [--rollouts 6] [--image IMAGE]
+    python examples/rollout_tax.py [--actions 10 50 150] [--rollouts 6] [--image IMAGE] [--svg tax.svg]
 
 A rollout needs a machine with a project set up in it (files, a database, a running interpreter
 that has read it), does so many scripted actions, and leaves. The machine is a fresh sandbox that
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from containers import Container, image_there
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--actions", type=int, nargs="+", default=[10, 50, 150])
     parser.add_argument("--rollouts", type=int, default=6, help="for each figure")
     parser.add_argument("--image", help="a Docker image with sh and python3 that is on this machine")
+    parser.add_argument("--svg", type=Path, help="where to draw the table")
     chosen = parser.parse_args()
     ways = {"fresh sandbox": by_fresh_sandbox, "fork of a warm one": by_fork, "rewind": by_rewind}
     if chosen.image and image_there(chosen.image):
@@ -103,13 +105,19 @@ def main() -> None:
         snapshot = client.snapshot("tax")
         client.delete_sandbox("tax")
         try:
-            table(client, ways, snapshot.id, chosen.actions, chosen.rollouts)
+            took = table(client, ways, snapshot.id, chosen.actions, chosen.rollouts)
         finally:
             client.delete_snapshot(snapshot.id)
+    if chosen.svg is not None:
+        chosen.svg.write_text(as_svg(took, chosen.actions))
 
 
-def table(client: Client, ways: dict[str, Any], source: str, counts: list[int], rollouts: int) -> None:
-    """Seconds for each rollout, and the machine's hours for a million of them, one at a time."""
+def table(
+    client: Client, ways: dict[str, Any], source: str, counts: list[int], rollouts: int
+) -> dict[str, list[float]]:
+    """Print seconds for each rollout, and the machine's hours for a million of them, one at a time. The
+    seconds, by way."""
+    took: dict[str, list[float]] = {}
     head = "".join(f"{count:>8} actions" for count in counts)
     print(f"{'seconds a rollout':20}{head}   worker-hours for a million rollouts")
     for name, run in ways.items():
@@ -118,9 +126,36 @@ def table(client: Client, ways: dict[str, Any], source: str, counts: list[int], 
             begun = time.perf_counter()
             run(client, rollouts, script(count), source)
             each = (time.perf_counter() - begun) / rollouts
+            took.setdefault(name, []).append(each)
             cells += f"{each:>16.2f}"
             hours += f"{each * 1e6 / 3600:>9.0f}"
         print(f"{name:20}{cells}   {hours}", flush=True)
+    return took
+
+
+def as_svg(took: dict[str, list[float]], counts: list[int]) -> str:
+    """A bar for each way and number of actions: seconds a rollout."""
+    width, step, left = 640, 20, 160
+    most = max(each for row in took.values() for each in row)
+    parts, y = [], 0
+    for at, count in enumerate(counts):
+        parts.append(f'<text x="0" y="{y + 16}">{count} actions</text>')
+        y += step
+        for name, row in took.items():
+            wide = (width - left - 80) * row[at] / most
+            colour = "#d97706" if name == "fresh container" else "#2563eb"
+            parts.append(
+                f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{name}</text>'
+                f'<rect x="{left}" y="{y + 3}" width="{max(wide, 1):.0f}" height="14" fill="{colour}"/>'
+                f'<text x="{left + wide + 8:.0f}" y="{y + 14}">{row[at]:.2f} s</text>'
+            )
+            y += step
+        y += step // 2
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" '
+        'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="12" fill="#8a919b" role="img">'
+        f"<title>Seconds a rollout, in {len(took)} ways</title>{''.join(parts)}</svg>\n"
+    )
 
 
 if __name__ == "__main__":

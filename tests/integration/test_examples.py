@@ -56,8 +56,9 @@ def test_learning(own_yard: OwnYard, tmp_path: Path) -> None:  # noqa: F811
     assert "<polyline" in picture.read_text()
 
 
-def test_rollout_tax(own_yard: OwnYard) -> None:  # noqa: F811
-    said = run(own_yard, "rollout_tax.py", "--actions", "1", "7", "--rollouts", "1")
+def test_rollout_tax(own_yard: OwnYard, tmp_path: Path) -> None:  # noqa: F811
+    picture = tmp_path / "tax.svg"
+    said = run(own_yard, "rollout_tax.py", "--actions", "1", "7", "--rollouts", "1", "--svg", str(picture))
     rows = re.findall(
         r"^(fresh sandbox|fork of a warm one|rewind) +([\d.]+) +([\d.]+) +(\d+) +(\d+)$", said, re.M
     )
@@ -65,6 +66,7 @@ def test_rollout_tax(own_yard: OwnYard) -> None:  # noqa: F811
     for _, few, many, *hours in rows:
         for each, hour in zip((few, many), hours, strict=True):
             assert float(each) > 0 and int(hour) == pytest.approx(float(each) * 1e6 / 3600, abs=3)
+    assert picture.read_text().count("<rect") == 6
 
 
 @pytest.mark.net
