@@ -44,6 +44,7 @@ async def echo(reader, writer):
         await writer.drain()
 async def main():
     server = await asyncio.start_server(echo, "127.0.0.1", {PORT}, backlog={OPEN_STREAMS})
+    print("ready", flush=True)
     await server.serve_forever()
 asyncio.run(main())
 """

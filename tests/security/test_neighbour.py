@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from own_yard import OwnYard, own_yard, programs, yard  # noqa: F401
 
+from bench.neighbour import ECHO, OPEN_STREAMS, PORT
 from forkyard import Client
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -26,20 +27,6 @@ BOMBS = {
     "inodes": "while :; do mkdir -p d; for i in $(seq 5000); do : > d/$i; done; rm -rf d; done",
     "processes": "for i in $(seq 10000); do sleep 60 & done; wait",
 }
-STREAMS = 1000
-PORT = 7000
-ECHO = f"""
-import asyncio
-async def echo(reader, writer):
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
-async def main():
-    server = await asyncio.start_server(echo, "127.0.0.1", {PORT}, backlog={STREAMS})
-    print("ready", flush=True)
-    await server.serve_forever()
-asyncio.run(main())
-"""
 
 
 @pytest.fixture
@@ -97,7 +84,7 @@ def test_a_neighbour_is_answered_beside_a_thousand_open_streams(client: Client) 
 def _open(stack: contextlib.ExitStack, host: str, port: int) -> list[socket.socket]:
     """As many of a thousand connections as there may be."""
     streams = []
-    for _ in range(STREAMS):
+    for _ in range(OPEN_STREAMS):
         with contextlib.suppress(ConnectionResetError):
             streams.append(stack.enter_context(socket.create_connection((host, port), timeout=60)))
     return streams

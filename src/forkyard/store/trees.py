@@ -54,13 +54,10 @@ class Trees:
             image, path = self.layers.image(layer), self.root / layer
             if image is None or path.exists():
                 continue
-            lock = self._making.setdefault(layer, asyncio.Lock())
-            try:
-                async with lock:
-                    if not path.exists():
-                        await thread(self._make, layer, image, path)
-            finally:
-                self._making.pop(layer, None)
+            # Kept as long as the tree: who waits and who comes later take turns, also after a failure.
+            async with self._making.setdefault(layer, asyncio.Lock()):
+                if not path.exists():
+                    await thread(self._make, layer, image, path)
 
     def _make(self, layer: str, image: Path, path: Path) -> None:
         volume = self.tmp / f"tree-{secrets.token_hex(8)}"
@@ -74,6 +71,7 @@ class Trees:
 
     def drop(self, layer: str) -> None:
         """Delete the tree of a layer. Idempotent. Blocks."""
+        self._making.pop(layer, None)
         self.backend.delete(self.root / layer)
 
     def strays(self, known: Iterable[str]) -> list[str]:
