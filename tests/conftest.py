@@ -24,6 +24,7 @@ pytest.register_assert_rewrite("yards")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from plain_names import pytest_configure  # noqa: E402, F401
 from yards import Home, Kind, TestYard, new_home, opened  # noqa: E402
 
 

@@ -79,7 +79,8 @@ async def test_the_cpu_is_shared_out(box):
 async def test_a_weight_counts_against_the_other_boxes(groups):
     """Of one CPU that ten processes of one box and one of another want, by their weights and not by
     their number."""
-    spin = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])\nwhile True: pass"
+    cpu = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, [{cpu}]); print(1, flush=True)\nwhile True: pass"
     light, heavy = groups.create("bx3"), groups.create("bx4", cpu_weight=10_000)
     first = groups.version == 1
     name, values = ("cpu.shares", ("1024", "102400")) if first else ("cpu.weight", ("100", "10000"))
@@ -90,8 +91,9 @@ async def test_a_weight_counts_against_the_other_boxes(groups):
             together = int(Path(light.dirs["cpu"]).parent.joinpath(name).read_text())
             assert together == 1024 * (os.cpu_count() or 1)
         with contextlib.ExitStack() as stack:
-            for box in (*[light] * 10, heavy):
-                stack.enter_context(_running(box, spin))
+            spinning = [stack.enter_context(_running(box, spin)) for box in (*[light] * 10, heavy)]
+            for child in spinning:
+                child.stdout.readline()  # pinned: until then it may have had the other CPU, or none
             before = light.usage().cpu_ms, heavy.usage().cpu_ms
             async with asyncio.timeout(60):
                 while heavy.usage().cpu_ms - before[1] < 500:  # noqa: ASYNC110 - half a second of its own

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -67,6 +68,7 @@ async def test_cancel_kills():
 
 
 async def test_many_at_once_leave_no_descriptor():
+    gc.collect()  # what earlier tests left for it to close
     before = len(os.listdir("/proc/self/fd"))
     async with asyncio.TaskGroup() as tg:
         tasks = [tg.create_task(process.run(["sh", "-c", f"echo {n}"])) for n in range(30)]

@@ -61,7 +61,8 @@ class YardHome:
     def boxes(self) -> list[str]:
         """What boxes have on the host: directories, disks, mounts, groups and processes."""
         found = [str(path) for path in (self.home / "boxes").iterdir()]
-        found += [str(path) for path in (self.home / "store/boxes").glob("*")]
+        with contextlib.suppress(FileNotFoundError):  # the store, unmounted while we look
+            found += [str(path) for path in (self.home / "store/boxes").glob("*")]
         found += [str(path) for path in mounts.mounts_below(self.home / "boxes")]
         found += [group for group in self.groups() if Path(group).name.startswith("b")]
         return found + [line for line in processes_of(self.home) if "runsc" in line]
