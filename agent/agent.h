@@ -138,7 +138,7 @@ int user_become(const struct user *); /* effective ids only; undone by user_rest
 void user_restore(void);
 
 /* ---- ring.c: bytes by absolute offset */
-struct ring { uint8_t *p; uint32_t cap; uint64_t start, sent, end; };
+struct ring { uint8_t *p; uint32_t cap; uint64_t start, sent, end; bool keep; /* its room, though empty */ };
 size_t ring_used(const struct ring *);
 /* Reads from fd. As read(2), and -2 if the ring is full. drop: overwrite what is oldest. */
 ssize_t ring_fill(struct ring *, int fd, bool drop, bool *lost);
@@ -147,6 +147,7 @@ size_t ring_copy(const struct ring *, uint64_t off, uint8_t *to, size_t n);
 ssize_t ring_drain(struct ring *, int fd); /* write(2) of what is not yet sent */
 void ring_ack(struct ring *, uint64_t off);
 void ring_free(struct ring *);
+void ring_trim(struct ring *); /* its room, if it is empty */
 
 /* ---- spawn.c */
 struct plan {
@@ -172,6 +173,7 @@ struct cmd {
     pid_t pid;
     int in, out, err; /* our ends, -1 when closed; a PTY has in == out */
     struct ring ring[2], stdin_;
+    struct flow { uint64_t bytes, last_ms, rest_until; bool wide; } flow[2];
     uint64_t stdin_seen;
     uint64_t must[2]; /* offsets that output has to reach before a drain may end */
     bool stdin_eof, exited, drained, exit_sent, oom, crowded, killing, drop, lost;
@@ -189,6 +191,7 @@ void op_spawn(uint32_t stream, struct in *);
 void op_adopt(uint32_t stream, struct in *);
 struct cmd *cmd_internal(char **argv, char **env, void (*done)(struct cmd *, void *), void *ctx);
 void cmd_reaped(pid_t, int status, uint64_t cpu_us, uint64_t rss_kb);
+void cmds_trim(void); /* memory that is kept for what may come */
 void cmd_detach_all(void); /* a new epoch: no stream is bound */
 void cmd_free(struct cmd *);
 void cmd_kill_tree(struct cmd *);

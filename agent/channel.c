@@ -114,6 +114,7 @@ bool channel_flush(void) {
 
 static void set_quiesce(bool on) {
     if (on != quiesced) quiesce = on ? Q_ASKED : Q_NONE;
+    if (on) cmds_trim();
     quiesced = on;
 }
 

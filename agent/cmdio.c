@@ -58,11 +58,37 @@ static void close_out(struct cmd *c, int which) {
     *fd = -1;
 }
 
+/* Much output in small pieces costs a turn of ours, and a frame, for each. So the pipe of a command that
+   floods gets room, and is then looked at once a millisecond unless it gives much at a time. */
+enum { FLOOD = 256 << 10, PAUSE_MS = 20, MUCH = 128 << 10, REST_MS = 1, WIDE = 512 << 10 };
+
+static void flows(struct cmd *c, int which, int fd, size_t n) {
+    struct flow *f = &c->flow[which];
+    struct ring *r = &c->ring[which];
+    uint64_t now = now_ms();
+    if (now - f->last_ms > PAUSE_MS) f->bytes = 0;
+    f->last_ms = now;
+    f->bytes += n;
+    r->keep = f->bytes > FLOOD;
+    if (!r->keep || c->flags & C_PTY) return; /* a terminal holds 4 KB */
+    if (!f->wide) f->wide = fcntl(fd, F_SETPIPE_SZ, WIDE) >= WIDE;
+    if (f->wide && n < MUCH) f->rest_until = now + REST_MS;
+}
+
+void cmds_trim(void) {
+    for (struct cmd *c = cmds; c; c = c->next)
+        for (int i = 0; i < 2; i++) {
+            c->ring[i].keep = false;
+            ring_trim(&c->ring[i]);
+        }
+}
+
 void cmd_read(struct cmd *c, int which) {
     int fd = which ? c->err : c->out;
     if (fd < 0) return;
     ssize_t n = ring_fill(&c->ring[which], fd, c->drop, &c->lost);
     if (n > 0) {
+        flows(c, which, fd, (size_t)n);
         if (c->exited) c->gap_at = now_ms() + 100;
     } else if (n == -1 && errno == EIO && !c->exited) {
         /* Nobody holds the terminal just now. Closing our end would hang it up on a command that is

@@ -15,11 +15,16 @@ static size_t add(struct pollfd *v, size_t n, int fd, short events, struct cmd *
 
 size_t cmds_poll(struct pollfd *v, size_t max) {
     size_t n = 0;
+    uint64_t now = now_ms();
     if (max > 3 * MAX_CMDS) max = 3 * MAX_CMDS;
     for (struct cmd *c = cmds; c && n + 3 <= max; c = c->next) {
         if (c->idle_until) continue;
         bool room[2];
-        for (int i = 0; i < 2; i++) room[i] = c->drop || ring_used(&c->ring[i]) < RING_MAX;
+        for (int i = 0; i < 2; i++) {
+            uint64_t *rest = &c->flow[i].rest_until;
+            if (now >= *rest) *rest = 0; /* here alone: cmds_timeout has to see what was left out */
+            room[i] = !*rest && (c->drop || ring_used(&c->ring[i]) < RING_MAX);
+        }
         bool in = c->in >= 0 && (ring_used(&c->stdin_) || c->stdin_eof);
         if (c->out >= 0 && c->out == c->in) {
             if (room[0] || in) n = add(v, n, c->out, (room[0] ? POLLIN : 0) | (in ? POLLOUT : 0), c, 3);
@@ -68,6 +73,10 @@ int cmds_timeout(int timeout) {
                 c->idle_until = 0;
             else if (!at || c->idle_until < at)
                 at = c->idle_until;
+        }
+        for (int i = 0; i < 2; i++) {
+            uint64_t rest = (i ? c->err : c->out) >= 0 ? c->flow[i].rest_until : 0;
+            if (rest && (!at || rest < at)) at = rest;
         }
         cmd_settle(c);
         if (c->exited && !c->drained) {

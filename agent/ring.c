@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 /* Grown on demand and given back when released: rings are part of every memory image. */
-enum { RING_MIN = 16 << 10 };
+enum { RING_MIN = 16 << 10, RING_KEPT = 256 << 10 };
 
 size_t ring_used(const struct ring *r) { return (size_t)(r->end - r->start); }
 
@@ -33,6 +33,7 @@ static bool grow(struct ring *r, size_t need) {
 
 ssize_t ring_fill(struct ring *r, int fd, bool drop, bool *lost) {
     size_t used = ring_used(r), max = drop ? RING_MAX / 4 : RING_MAX;
+    if (r->keep && r->cap < RING_KEPT) grow(r, RING_KEPT);
     if (used >= r->cap && r->cap < max && !grow(r, r->cap ? r->cap * 2 : RING_MIN) && !r->cap) return -2;
     size_t room = r->cap - used;
     if (!room) {
@@ -86,11 +87,11 @@ void ring_ack(struct ring *r, uint64_t off) {
     if (off > r->end) off = r->end;
     if (off > r->start) r->start = off;
     if (r->sent < r->start) r->sent = r->start;
-    if (r->start == r->end && r->cap > RING_MIN) { /* empty again: back to nothing */
-        free(r->p);
-        r->p = NULL;
-        r->cap = 0;
-    }
+    if (r->cap > RING_MIN && !r->keep) ring_trim(r);
+}
+
+void ring_trim(struct ring *r) {
+    if (r->start == r->end) ring_free(r);
 }
 
 void ring_free(struct ring *r) {

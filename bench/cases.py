@@ -27,11 +27,11 @@ FORKED = 8
 MANY_FILES = [
     "python3",
     "-c",
-    "import os\n"
+    "import os; os.chdir(os.path.expanduser('~'))\n"
     "for d in range(50):\n"
-    "    os.makedirs(f'/var/tmp/many/{d}')\n"
+    "    os.makedirs(f'{d}')\n"
     "    for f in range(1000):\n"
-    "        open(f'/var/tmp/many/{d}/{f}', 'w').write(str(f))\n",
+    "        open(f'{d}/{f}', 'w').write(str(f))\n",
 ]
 
 

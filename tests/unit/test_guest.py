@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -211,6 +212,20 @@ async def test_a_stalled_reader_holds_up_its_command_only(guest: Guest) -> None:
     async for _ in stalled.output():
         pass
     assert (await stalled.wait()).signal == 9
+
+
+async def test_small_pieces_of_a_flood_travel_together(guest: Guest) -> None:
+    """Both streams, each whole and in order; a turn and a frame for every write would be 8192."""
+    code = "import os\nfor n in range(4096):\n    for fd in (1, 2): os.write(fd, b'%07d\\n' % n * 512)\n"
+    spec = SpawnSpec([sys.executable, "-c", code], {}, user=ME)
+    process = await guest.spawn(spec)
+    got: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+    async with asyncio.timeout(60):
+        async for item in process.output():
+            got[item.kind].append(item.data)
+    expected = b"".join(b"%07d\n" % n * 512 for n in range(4096))
+    assert {kind: b"".join(parts) for kind, parts in got.items()} == dict.fromkeys(got, expected)
+    assert len(got["stdout"]) + len(got["stderr"]) < 1500
 
 
 async def test_kill_tree_reaches_every_descendant(guest: Guest) -> None:
@@ -572,7 +587,7 @@ async def test_identity_and_users(guest: Guest) -> None:
 async def test_processes_and_activity(guest: Guest) -> None:
     process = await spawn(guest, "sleep 600 & wait")
     # A child that has not executed its program yet looks like its shell.
-    await until(lambda: children(process.pid) == ["sleep\0" "600\0"])
+    await until(lambda: children(process.pid) == ["sleep\x00600\x00"])
     mine = [p for p in await guest.processes() if p.handle == str(process.pid)]
     assert sorted(p.command.split()[0] for p in mine) == ["/bin/sh", "sleep"]
     assert (await guest.activity()).processes == 2

@@ -18,7 +18,9 @@ from forkyard.wire import Frame, Packer, Scope, SpawnFlag, Type, Unpacker, WireE
 
 OUTPUT_WINDOW = 1 << 20
 STALL_S = 30.0
-ACK_EVERY = 64 << 10
+ACK_EVERY = 128 << 10
+# What came in several frames is given on in pieces of at most this.
+JOINED = 256 << 10
 KINDS: dict[int, Literal["stdout", "stderr"]] = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
 
@@ -392,7 +394,7 @@ class GuestProcess:
         """
         while True:
             while self._queue:
-                item = self._queue.popleft()
+                item = self._next()
                 yield item
                 self._took(item)
             if self._complete():
@@ -407,6 +409,17 @@ class GuestProcess:
                     await self._wake.wait()
             except TimeoutError:
                 raise DeadlineError("the agent owes output of a command that ended") from None
+
+    def _next(self) -> Output:
+        """The first of the queue, with what follows it in the same stream."""
+        first = self._queue.popleft()
+        parts, size = [first.data], len(first.data)
+        while first.kind != "gap" and self._queue and self._queue[0].kind == first.kind:
+            size += len(self._queue[0].data)
+            if size > JOINED:
+                break
+            parts.append(self._queue.popleft().data)
+        return first if len(parts) == 1 else first._replace(data=b"".join(parts))
 
     async def wait(self) -> ExitStatus:
         """The exit status, as soon as there is one. Output may be read before, meanwhile or after it;
