@@ -560,6 +560,20 @@ async def test_lost_ends_everything_that_waits(guest: Guest) -> None:
         await guest.ping()
 
 
+async def test_a_guest_lost_between_two_epochs_ends_what_waits(wire: Wire) -> None:
+    async with plain_agent.attached(wire) as guest:
+        process = await spawn(guest, "sleep 600")
+        reading = asyncio.create_task(anext(process.output()))
+        wire.process.send_signal(signal.SIGSTOP)
+        again = asyncio.create_task(guest.attach(timeout_s=60))
+        await asyncio.sleep(0.1)
+        guest.lost(SandboxLostError("it is gone", cause="guest"))
+        async with asyncio.timeout(5):
+            for waiting in (again, reading, process.wait()):
+                with pytest.raises(SandboxLostError, match="it is gone"):
+                    await waiting
+
+
 async def test_a_detached_command_never_waits_for_a_reader(guest: Guest, tmp_path: Path) -> None:
     process = await spawn(guest, f"head -c 5000000 /dev/zero; touch {tmp_path}/done; sleep 600")
     process.detach()

@@ -65,7 +65,8 @@ Opener = Callable[[Frame], "Stream | None"]
 
 
 class Channel:
-    """See the module. ``on_violation`` is called once per forgiven violation, with its reason."""
+    """See the module. ``on_violation`` is called once per forgiven violation, with its reason,
+    ``on_lost`` once at the end, whoever brought it about."""
 
     def __init__(
         self,
@@ -108,8 +109,6 @@ class Channel:
         self._pings: dict[int, asyncio.Future[bytes]] = {}
         self._quiesced: asyncio.Future[None] | None = None
         self._violated_at: float | None = None
-        # For the machine's owner: called once, when it was not the owner who ended the channel.
-        self.on_lost: Callable[[ForkyardError], None] = lambda error: None
         self.epoch = 0
         self.error: ForkyardError | None = None
 
@@ -159,8 +158,7 @@ class Channel:
         self._room.set()
         self.go_on()
         self._fail_all(error, streams=True)
-        if isinstance(error, SandboxLostError) and error.cause != "host":
-            self.on_lost(error)
+        self._on_lost(error)
 
     def _fail_all(self, error: ForkyardError, *, streams: bool) -> None:
         waiting: list[asyncio.Future] = [*self._pings.values()]

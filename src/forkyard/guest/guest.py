@@ -118,7 +118,6 @@ class Guest(GuestFiles):
         self.info: AgentInfo | None = None
         # Called once, when the guest itself made the channel useless.
         self.on_lost: Callable[[ForkyardError], None] = lambda error: None
-        self._channel.on_lost = lambda error: self.on_lost(error)
 
     # ---- life
 
@@ -179,8 +178,10 @@ class Guest(GuestFiles):
 
     def _on_lost(self, error: ForkyardError) -> None:
         live, self._live = self._live, set()
-        for process in live:
+        for process in live:  # those that have no stream just now, between two epochs, too
             process.fail(error)
+        if isinstance(error, SandboxLostError) and error.cause != "host":
+            self.on_lost(error)
 
     @property
     def error(self) -> ForkyardError | None:
