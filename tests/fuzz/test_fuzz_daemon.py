@@ -234,6 +234,7 @@ async def test_a_guest_that_lies_harms_itself_only_whatever_it_says(agent: Path,
                 rounds += 1
     print(f"{AT_ONCE * rounds} guests told {lies} lies: {dict(counts)}")
     assert not unexpected, (seed, unexpected)
+    assert not counts["internal"], (seed, counts)  # nobody's fault but the guest's
     assert lies >= AT_ONCE and counts["ok"] > 10, (seed, counts)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < GROWTH_MB, (seed, grown)

@@ -140,8 +140,9 @@ def test_where_the_daemon_says_it_is(own_yard: OwnYard, client: Client) -> None:
 
 @pytest.mark.parametrize("delay_s", [0.1, 0.3, 0.6])
 def test_a_shutdown_ends_also_what_is_being_made(
-    client: Client, own_yard: OwnYard, delay_s: float  # noqa: F811
+    client: Client, own_yard: OwnYard, delay_s: float, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
+    monkeypatch.setattr("forkyard.client.sync_transport.PATIENCE_S", 2.0)  # for a daemon that does not come
     client.create_sandbox("source")
     client.snapshot("source", "state")
     before = client.health().pid

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 
 from forkyard import wire
-from forkyard.errors import DeadlineError, ForkyardError, InvalidRequestError
+from forkyard.errors import DeadlineError, ForkyardError, InvalidRequestError, UnavailableError
 from forkyard.guest.channel import Channel
 from forkyard.guest.request import REQUEST_S, Request, error_of
 from forkyard.types import FileInfo
@@ -97,7 +97,7 @@ class Transfer:
             self.end = u
             self._channel.forget(self.stream)
         elif frame.type == Type.RESET:
-            self.fail(ForkyardError(f"{self._what}: the transfer was damaged", retryable=True))
+            self.fail(UnavailableError(f"{self._what}: the transfer was damaged", retryable=True))
             self._channel.forget(self.stream)
         elif frame.type != Type.OPENED:
             raise WireError(f"a frame of type {frame.type} for a file")
@@ -230,7 +230,8 @@ class GuestFiles:
                 entries.append(_info(u, base + name))
         except WireError as e:
             self._channel.violation(str(e))
-            raise ForkyardError(f"{_show(path)}: the agent sent a malformed listing") from None
+            told = f"{_show(path)}: the agent sent a malformed listing"
+            raise UnavailableError(told, retryable=True) from None
         return sorted(entries, key=lambda entry: entry.name)
 
     async def read_file(
@@ -342,4 +343,4 @@ def _read_info(channel: Channel, u: Unpacker, path: bytes) -> FileInfo:
         return _info(u, path)
     except WireError as e:
         channel.violation(str(e))
-        raise ForkyardError(f"{_show(path)}: the agent sent a malformed answer") from None
+        raise UnavailableError(f"{_show(path)}: the agent sent a malformed answer", retryable=True) from None

@@ -214,7 +214,7 @@ class Guest(GuestFiles):
             return read(u)
         except WireError as e:
             self._channel.violation(str(e))
-            raise ForkyardError("the agent sent a malformed answer") from None
+            raise UnavailableError("the agent sent a malformed answer", retryable=True) from None
 
     async def identify(self, identity: Identity) -> list[tuple[str, int]]:
         """Give the machine its identity; the hooks that ran, with their exit codes (124: out of time)."""

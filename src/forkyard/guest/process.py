@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from forkyard import wire
-from forkyard.errors import DeadlineError, ForkyardError, InvalidRequestError
+from forkyard.errors import (
+    ConflictError,
+    DeadlineError,
+    ForkyardError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from forkyard.guest.channel import Channel
 from forkyard.guest.request import error_of
 from forkyard.wire import Frame, Packer, Scope, SpawnFlag, Type, Unpacker, WireError
@@ -225,10 +231,10 @@ class GuestProcess:
         elif frame.type == Type.EOF:
             self._end_stdin()
         elif frame.type == Type.END:
-            self.fail(error_of(u) or ForkyardError("the agent ended the stream"))
+            self.fail(error_of(u) or UnavailableError("the agent ended the stream"))
             self._channel.forget(self.stream)
         elif frame.type == Type.RESET:
-            self.fail(ForkyardError("another reader attached to this process"))
+            self.fail(ConflictError("another reader attached to this process"))
             self._channel.forget(self.stream)
         elif frame.type != Type.ERROR:
             raise WireError(f"a frame of type {frame.type} for a process")
@@ -390,7 +396,8 @@ class GuestProcess:
 
         Raises:
             SandboxLostError: the machine died. DeadlineError: the agent owes output and sends none.
-            ForkyardError: another reader took over, or :meth:`detach` was called.
+            ConflictError: another reader took over, or :meth:`detach` was called.
+            UnavailableError: the agent ended the stream.
         """
         while True:
             while self._queue:
@@ -484,7 +491,7 @@ class GuestProcess:
         next; of one that has ended the agent forgets the rest."""
         if not self._released:
             self._release()
-            self._error = self._error or ForkyardError("this reader let go of the process")
+            self._error = self._error or ConflictError("this reader let go of the process")
             self._end_stdin()
             self._wake.set()
 

@@ -13,6 +13,7 @@ from forkyard.errors import (
     ForkyardError,
     InvalidRequestError,
     NotFoundError,
+    UnavailableError,
     UnsupportedError,
 )
 from forkyard.guest.channel import Channel
@@ -38,7 +39,8 @@ def error_for(code: int, text: str, what: str = "") -> ForkyardError:
     """The error for an errno and a message of the guest's, which is data and nothing more."""
     text = "".join(c if c.isprintable() else "?" for c in text[:512])
     text = text or os.strerror(code)
-    cls = _CLASSES.get(code, ForkyardError)
+    # Any other, such as EIO, is a failure inside, and not the daemon's own.
+    cls = _CLASSES.get(code, UnavailableError)
     error = cls(f"{what}: {text}" if what else text)
     error.errno = code  # type: ignore[attr-defined]
     return error
