@@ -106,7 +106,7 @@ async def no_strays(yard: TestYard) -> None:
     async def strays() -> list[str]:
         await yard.context.machines.drop_ahead()
         boxes = {sandbox.doc.box for sandbox in yard.context.sandboxes if sandbox.doc.box}
-        layers = set(yard.yard.snapshots.holders) | {"base"}
+        layers = set(yard.yard.snapshots.holders) | yard.yard.templates.layers()
         found = [stray.name for stray in yard.context.disks.stray(boxes, layers)]
         images = {doc.image for doc in yard.context.snapshots.values()}
         return found + [n for n in yard.context.images.names() if n not in images and "warm-" not in n]
