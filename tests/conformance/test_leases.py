@@ -18,6 +18,7 @@ from forkyard import types as ty
 from forkyard.access import HoldLease
 from forkyard.errors import ConflictError
 from forkyard.host import process
+from forkyard.host.failpoint import armed
 from forkyard.yard import leases
 
 
@@ -139,6 +140,18 @@ async def test_an_idle_one_naps_and_wakes(yard: TestYard) -> None:
     # Stopped by hand it stays stopped.
     await yard.stop(made.id)
     assert not sandbox.doc.napping
+
+
+async def test_who_comes_while_it_falls_asleep_is_served(yard: TestYard) -> None:
+    await yard.create()
+    await until(lambda: yard.yard.templates.images(yard.yard.templates.get("base")), "nothing else is saved")
+    with armed("freeze.paused=delay:0.5") as points:
+        made = await yard.create(auto_stop_min=0.005)
+        sandbox = yard.context.sandboxes.get(made.id)
+        await until(lambda: "freeze.paused" in points.reached, "it is being saved")
+        assert await yard.out(made.id, "sleep 1; echo served") == "served"
+    assert yard.context.snapshots == {} or sandbox.doc.napping  # nothing stays of a nap that was not taken
+    await until(lambda: sandbox.doc.napping and sandbox.box is None, "it naps after that")
 
 
 async def test_a_busy_one_does_not_nap(yard: TestYard) -> None:

@@ -24,10 +24,8 @@ from forkyard.store import archive, layerstream
 from forkyard.store.archive import MAGIC, Manifest, Part
 
 toys_show_it = pytest.mark.only(lambda kind, **_: not kind.real)
-
-
-# A microVM's memory does not leave its yard; its disk does: test_disks_move_between_engines.
-pytestmark = pytest.mark.only(lambda kind, **_: kind.name != "qemu")
+# A microVM's memory goes with its disk, which is no layer of others.
+layers_show_it = pytest.mark.only(lambda kind, **_: kind.name != "qemu")
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +76,7 @@ async def test_memory_and_disk_go_on_in_another_yard(yard: TestYard, other: Test
     assert "snapshot.imported" in kinds and "snapshot.exported" in kinds
 
 
+@layers_show_it
 async def test_what_a_yard_has_is_not_made_twice(yard: TestYard, gold: bytes) -> None:
     layers = yard.yard.snapshots.get("gold").layers
     copy = await yard.imported(gold)
@@ -89,6 +88,7 @@ async def test_what_a_yard_has_is_not_made_twice(yard: TestYard, gold: bytes) ->
     assert await yard.read(box.id, "file") == b"kept"
 
 
+@layers_show_it
 async def test_without_its_template(yard: TestYard, other: TestYard, gold: bytes) -> None:
     small = await yard.exported("gold", template=False)
     assert len(small) < len(gold)
@@ -148,7 +148,7 @@ async def test_a_flipped_bit_anywhere(other: TestYard, gold: bytes) -> None:
 @toys_show_it
 async def test_other_files_and_formats(other: TestYard, gold: bytes) -> None:
     await refused(other, b"PK\3\4" + bytes(1000), InvalidRequestError)
-    newer = MAGIC + (archive.FORMAT + 1).to_bytes(4, "big") + gold[len(MAGIC) + 4 :]
+    newer = MAGIC + (archive.DISK_FORMAT + 1).to_bytes(4, "big") + gold[len(MAGIC) + 4 :]
     error = await refused(other, newer, UnsupportedError)
     assert "upgrade" in error.hint
 
@@ -199,6 +199,14 @@ def _part(kind: str, **fields: Any) -> Callable[[Manifest], None]:
     return change
 
 
+def _disk(*, beside: bool = False, **fields: Any) -> Callable[[Manifest], None]:
+    def change(manifest: Manifest) -> None:
+        manifest.parts = [part for part in manifest.parts if beside or part.kind != "layer"]
+        manifest.parts.append(Part(kind="disk", bytes=10, sha256="0" * 64, **fields))
+
+    return change
+
+
 HOSTILE: dict[str, Callable[[Manifest], None]] = {
     "a name that none can have": _set(name="a b"),
     "control characters": _set(fingerprint="\x1b]0;x\x07"),
@@ -207,6 +215,10 @@ HOSTILE: dict[str, Callable[[Manifest], None]] = {
     "an image file elsewhere": _part("image", name="../manifest.json"),
     "an image file in the manifest's place": _part("image", name="manifest.json"),
     "a layer that is not sent": _part("layer", present=False, template=False),
+    "a disk beside layers": _disk(beside=True),
+    "a disk of an engine that has layers": _disk(),
+    "a disk that holds more than it is long": _disk(stored=11),
+    "a disk that is not sent": _disk(template=True, present=False),
     "a checksum that is none": _part("layer", sha256="x" * 64),
     "a size below zero": _part("layer", bytes=-1),
     "an unknown type": _take(type="huge"),
@@ -226,6 +238,7 @@ async def test_hostile_manifests(other: TestYard, gold: bytes, what: str) -> Non
     await refused(other, changed(gold, HOSTILE[what]), InvalidRequestError)
 
 
+@layers_show_it
 @pytest.mark.parametrize("what", ["..", "a/b", "/etc/x", "."])
 async def test_a_hostile_layer(other: TestYard, gold: bytes, what: str) -> None:
     root = layerstream.Node(layerstream.DIR, mode=0o755)

@@ -20,7 +20,7 @@ from forkyard.errors import (
     SandboxLostError,
     UnsupportedError,
 )
-from forkyard.requests import DiffRequest
+from forkyard.requests import DiffRequest, ListSnapshots
 from forkyard.types import Diff
 
 QEMU = next(param for param in kinds() if param.id == "qemu")
@@ -120,8 +120,34 @@ async def test_what_it_cannot_do_is_refused(yard: TestYard) -> None:
         await yard.create(snapshot="kept", memory=False, disk_mb=64)
     with pytest.raises(UnsupportedError, match="is not set up"):
         await yard.create(engine="gvisor")
-    with pytest.raises(UnsupportedError, match="the very disk"):
-        await yard.exported("kept")
+
+
+async def test_a_live_program_goes_with_its_disk(yard: TestYard) -> None:
+    """Out of the yard, of which nothing stays, and in again."""
+    source = (await yard.create(**SMALL)).id
+    await yard.out(source, "echo kept > file; head -c 3000000 /dev/urandom > noise")
+    noise = await yard.read(source, "noise")
+    await yard.background(source, "exec counter /home/user/n")
+    await counting(yard, source)
+    await yard.snapshot(source, "live")
+    archive = await yard.exported("live")
+    await yard.empty()
+    with pytest.raises(CorruptSnapshotError):
+        await yard.imported(archive[:-20_000])
+    assert await yard.yard.list_snapshots(ListSnapshots(), yard.caller) == []
+    came = await yard.imported(archive, name="came")
+    assert (came.engine, came.memory) == ("qemu", True)
+    first, second = (fork.id for fork in (await yard.fork("came", 2)).forks)
+    for fork in (first, second):
+        at = await counting(yard, fork)
+        await counting(yard, fork, at)
+        assert await yard.out(fork, "cat file") == "kept" and await yard.read(fork, "noise") == noise
+    # It is a machine like any other: frozen again, and told apart by its disk.
+    await yard.out(first, "echo more > file")
+    found = await yard.yard.diff(DiffRequest(sandbox=first, since="came"), yard.caller)
+    assert "file /home/user/file" in _told(found)["modified"]
+    disk = await yard.create(snapshot="came", memory=False)
+    assert await yard.out(disk.id, "cat file") == "kept"
 
 
 CHANGES = """

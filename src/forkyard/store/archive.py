@@ -32,10 +32,11 @@ from forkyard.requests import Labels
 from forkyard.store.images import MANIFEST
 from forkyard.store.layerstream import BLOCK
 
-__all__ = ["FORMAT", "Manifest", "Part", "Reader", "write"]
+__all__ = ["DISK_FORMAT", "FORMAT", "Manifest", "Part", "Reader", "write"]
 
 MAGIC = b"fysnap\r\n"
-FORMAT = 1
+# What an archive says that needs no more: one with a disk needs the second.
+FORMAT, DISK_FORMAT = 1, 2
 _LEVEL = 1
 _MAX_MANIFEST = 8 << 20
 _MAX_PIECE = BLOCK + (64 << 10)
@@ -49,19 +50,20 @@ T = TypeVar("T")
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One part: the guest's ``agent``, a ``layer`` (see :mod:`forkyard.store.layerstream`) or a file of the
-    memory ``image``.
+    """One part: the guest's ``agent``, a ``layer`` (see :mod:`forkyard.store.layerstream`), a file of the
+    memory ``image``, or in the layers' place the ``disk`` that a machine with its own kernel has mounted.
 
     ``bytes`` and ``sha256`` are of its content; ``template``: it came from a template; ``present``:
-    it is in this archive, and not only named.
+    it is in this archive, and not only named; ``stored``: of a disk, the bytes that are not empty.
     """
 
-    kind: Literal["agent", "layer", "image"]
+    kind: Literal["agent", "layer", "image", "disk"]
     name: str = ""
     bytes: int
     sha256: str
     template: bool = False
     present: bool = True
+    stored: int = 0
 
 
 class Manifest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -83,6 +85,10 @@ class Manifest(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def memory(self) -> bool:
         return any(part.kind == "image" for part in self.parts)
+
+    @property
+    def disk(self) -> bool:
+        return any(part.kind == "disk" for part in self.parts)
 
 
 def _zstd() -> Any:
@@ -118,7 +124,7 @@ def write(manifest: Manifest, content: Callable[[Part], Iterator[bytes]]) -> Ite
         CorruptSnapshotError: a part is not what the manifest says.
     """
     compress = _zstd().compress
-    yield MAGIC + FORMAT.to_bytes(4, "big")
+    yield MAGIC + (DISK_FORMAT if manifest.disk else FORMAT).to_bytes(4, "big")
     yield _record(b"M", msgspec.json.encode(manifest))
     for part in manifest.parts:
         if not part.present:
@@ -183,9 +189,10 @@ class Reader:
                 "this is no archive of a snapshot", hint="forkyard export SNAPSHOT URL writes one"
             )
         version = int.from_bytes(head[len(MAGIC) :], "big")
-        if version != FORMAT:
+        if version not in (FORMAT, DISK_FORMAT):
             raise UnsupportedError(
-                f"the archive is of format {version}, this forkyard reads {FORMAT}", hint="upgrade forkyard"
+                f"the archive is of format {version}, this forkyard reads up to {DISK_FORMAT}",
+                hint="upgrade forkyard",
             )
         kind, payload = await self._next(_MAX_MANIFEST)
         if kind != b"M":
@@ -252,10 +259,14 @@ def _check_parts(manifest: Manifest) -> None:
     """Raises InvalidRequestError for parts that make no snapshot."""
     files = [part.name for part in manifest.parts if part.kind == "image"]
     agents = [part for part in manifest.parts if part.kind == "agent"]
-    layers = [part for part in manifest.parts if part.kind == "layer"]
+    layers = [part for part in manifest.parts if part.kind in ("layer", "disk")]
     wrong = ""
     if not 0 < len(layers) < 500:
         wrong = f"it has {len(layers)} layers"
+    elif manifest.disk and (len(layers) > 1 or layers[0].template or not files):
+        wrong = "it has a disk beside layers, or without memory"
+    elif any(not 0 <= part.stored <= max(part.bytes, 0) for part in manifest.parts):
+        wrong = "a part holds more than it is long"
     elif any(
         not _SHA256.fullmatch(part.sha256) or not 0 <= part.bytes < _MAX_BYTES for part in manifest.parts
     ):

@@ -27,7 +27,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -237,8 +237,7 @@ class DiskStore:
         return self._volume(box) / DISK_IMAGE
 
     async def _thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Run ``function`` in a thread. A cancellation takes effect when it has ended, so that
-        whoever undoes it never meets it still at work."""
+        """Run ``function`` in a thread; cancelled, it ends first, so that who undoes it never meets it."""
         try:
             return await in_thread(function, *args, executor=self._pool)
         except OSError as error:
@@ -467,6 +466,12 @@ class DiskStore:
         if not await self.room.have(_FLOOR + room):
             raise self.room.full(f"a layer needs {room / _MIB:.0f} MiB" if room else "")
         return await self.layers.import_(layer, source, above, self._thread, private=private)
+
+    async def import_image(self, layer: str, fill: Callable[[Path], Awaitable[None]], room: int) -> int:
+        """As :meth:`import_layer`, from the disk of a machine with its own kernel: ``fill`` writes it."""
+        if not await self.room.have(_FLOOR + room):
+            raise self.room.full(f"a disk needs {room / _MIB:.0f} MiB")
+        return await self.layers.import_image(layer, fill, self._thread)
 
     def content_of(self, layer: str) -> tuple[str, int] | None:
         """Checksum and length of the stream that a layer gives (:mod:`forkyard.store.layerstream`), if

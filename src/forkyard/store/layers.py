@@ -210,6 +210,22 @@ class Layers:
         finally:
             await thread(self.backend.delete, volume)
 
+    async def import_image(
+        self, layer: str, fill: Callable[[Path], Awaitable[None]], thread: Callable[..., Awaitable[Any]]
+    ) -> int:
+        """Make ``layer`` of the disk image that ``fill`` writes; see :meth:`DiskStore.import_image`."""
+        self._check_new(layer)
+        volume = self.tmp / f"import-{secrets.token_hex(8)}"
+        await thread(self.backend.create, volume)
+        try:
+            await fill(volume / DISK_IMAGE)
+            return int(await thread(self._finish, volume, layer, {"private": True}))
+        except asyncio.CancelledError:
+            await thread(self.drop, layer)  # see import_
+            raise
+        finally:
+            await thread(self.backend.delete, volume)
+
     def _prepare(self, volume: Path, above: str | None) -> None:
         """Make an empty volume that counts inodes on from the layer ``above``, and holds nothing of it."""
         parent = None if above is None else self.volume(above)
@@ -221,7 +237,8 @@ class Layers:
     def _finish(self, volume: Path, layer: str, record: dict[str, Any]) -> int:
         """Seal a filled volume as ``layer``; returns its size."""
         directory = self._check_new(layer)
-        size = files.tree_bytes(volume / "up")
+        image = volume / DISK_IMAGE
+        size = image.stat().st_blocks * 512 if image.exists() else files.tree_bytes(volume / "up")
         self._write_record(layer, {**record, "bytes": size}, durable=False)
         try:
             failpoint_in_thread("layer.filled")

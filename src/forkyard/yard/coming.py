@@ -91,6 +91,8 @@ class Coming:
                 self._agent = await self._read_agent(part, reader)
             elif part.kind == "image":
                 await self._image_file(part, reader)
+            elif part.kind == "disk":
+                await self._disk(part, reader)
             elif layers >= known:
                 await self._layer(part, reader)
             elif part.present:
@@ -102,6 +104,7 @@ class Coming:
         """Raises CapacityError before anything is written that would not fit."""
         parts = self.manifest.parts
         disk = sum([part.bytes for part in parts if part.kind == "layer"][known:])
+        disk += sum(part.stored for part in parts)
         memory = sum(part.bytes for part in parts if part.kind == "image")
         space = self.context.disks.space()
         # Zeros take nothing: what the memory takes is known only when it is here.
@@ -127,6 +130,8 @@ class Coming:
         """
         context, snapshots = self.context, self.snapshots
         parts = [part for part in self.manifest.parts if part.kind == "layer"]
+        if not parts:
+            return []
         chains = [template.layers for template in self.templates.all()]
         if parts[0].template:
             for layer in {chain[-1] for chain in chains}:
@@ -176,6 +181,33 @@ class Coming:
         self.layers.insert(0, layer)
         await disks.note_content(layer, part.sha256, part.bytes, came=True)
 
+    async def _disk(self, part: Part, reader: Reader) -> None:
+        """The disk that the machine has mounted, as it is."""
+        layer = f"s-{self.id}-0"
+
+        async def fill(image: Path) -> None:
+            await self._file(image, part, reader)
+
+        with _full_disk("the disk store"):
+            await self.context.disks.import_image(layer, fill, part.stored)
+        self.snapshots.hold([layer])
+        self.layers.insert(0, layer)
+
+    async def _file(self, path: Path, part: Part, reader: Reader) -> None:
+        """A new file of a part's content, without its zeros."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
+        try:
+            at = 0
+            async for piece in reader.content(part):
+                await in_thread(layerstream.write_sparse, fd, piece, at)
+                at += len(piece)
+                if shutil.disk_usage(path.parent).free < _FLOOR:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(fd, part.bytes)
+        finally:
+            os.close(fd)
+
     # -- memory
 
     async def _read_agent(self, part: Part, reader: Reader) -> bytes:
@@ -187,19 +219,8 @@ class Coming:
         if self._image is None:
             self._image = self.context.images.temporary(self.id)
             self._image.mkdir(mode=0o700)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self._image / part.name, flags, 0o600)
-        try:
-            at, root = 0, self.context.images.root
-            with _full_disk("the disk of the memory images"):
-                async for piece in reader.content(part):
-                    await in_thread(layerstream.write_sparse, fd, piece, at)
-                    at += len(piece)
-                    if shutil.disk_usage(root).free < _FLOOR:
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.ftruncate(fd, part.bytes)
-        finally:
-            os.close(fd)
+        with _full_disk("the disk of the memory images"):
+            await self._file(self._image / part.name, part, reader)
 
     async def publish(self) -> int:
         """Make an image of what came of the memory; its bytes. It is on disk when this returns."""

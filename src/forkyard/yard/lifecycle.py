@@ -323,6 +323,9 @@ class Lifecycle:
             if doc.state == "stopped":
                 doc.napping = doc.napping and napping
                 return
+            if napping and sandbox.active_calls:
+                return
+            idle_since = sandbox.idle_since
             if doc.ephemeral:
                 await self._delete_locked(sandbox, caller)
                 return
@@ -330,6 +333,10 @@ class Lifecycle:
             stop_id = snapshot_id()
             frozen = await self.context.machines.freeze(box, f"s-{stop_id}", stop_id)
             kept = await self.snapshots.add(doc, frozen, stop_id, "stop", created_at=time.time())
+            if napping and (sandbox.active_calls or sandbox.idle_since != idle_since):
+                # Somebody came while it was being saved, and works in the machine that is to go.
+                await self.snapshots.discard(kept, save=False)
+                return
             before = msgspec.structs.asdict(doc)
             doc.state, doc.resume, doc.napping = "stopped", kept.id, napping
             doc.box, doc.machine = "", None

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from forkyard.engines.base import OWN_KERNEL
-from forkyard.errors import CorruptSnapshotError, UnsupportedError
+from forkyard.errors import CorruptSnapshotError, InvalidRequestError
 from forkyard.host import files
 from forkyard.host.failpoint import failpoint
 from forkyard.host.threads import in_thread
@@ -77,11 +77,6 @@ class Moving:
         parts: list[Part] = []
         sources: dict[tuple[str, str], Path | int] = {}
         if request.memory and doc.image is not None:
-            if any(context.disks.image_of(layer) for layer in doc.layers):
-                raise UnsupportedError(
-                    f"the memory of snapshot {doc.id} goes on with the very disk that its kernel has mounted",
-                    hint="export it with memory=False: its disk",
-                )
             if context.images.verify_quick(doc.image).boot_id is not None:
                 await context.images.settled(doc.image)
             image = context.images.verify_quick(doc.image)
@@ -98,8 +93,19 @@ class Moving:
                 parts.append(Part(kind="image", name=name, bytes=entry.size, sha256=entry.sha256))
                 sources["image", name] = _opened(context.images.path(doc.image) / name, opened)
         of_templates = {layer for template in self.templates.all() for layer in template.layers}
-        await context.disks.show(doc.layers)
-        for layer in reversed(doc.layers):
+        disk = context.disks.image_of(doc.layers[0]) if parts else None
+        if disk is not None:
+            # Its kernel has this very file system mounted: no tree would do.
+            about = disk.stat()
+            digest = await in_thread(files.sha256_file, disk)
+            stored = min(about.st_blocks * 512, about.st_size)
+            parts.append(
+                Part(kind="disk", name=doc.layers[0], bytes=about.st_size, sha256=digest, stored=stored)
+            )
+            sources["disk", doc.layers[0]] = _opened(disk, opened)
+        else:
+            await context.disks.show(doc.layers)
+        for layer in reversed(doc.layers if disk is None else []):
             sha256, size = await layer_sum(context, layer)
             own = layer not in of_templates
             present = own or request.template
@@ -149,9 +155,9 @@ class Moving:
         if request.name is not None:
             self.snapshots.check_free(request.name)
         manifest = await reader.manifest()
-        if manifest.memory and manifest.engine in OWN_KERNEL:
-            words = f"the archive has the memory of a {manifest.engine} machine, without its disk"
-            raise UnsupportedError(words)
+        if manifest.memory and (manifest.engine in OWN_KERNEL) != manifest.disk:
+            words = f"the archive has the memory of a {manifest.engine} machine, and not the disk of one"
+            raise InvalidRequestError(words)
         takes = inherited(manifest)
         coming = Coming(self.snapshots, self.templates, manifest)
         try:
