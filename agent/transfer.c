@@ -104,7 +104,7 @@ static void write_fail(struct stream *s, int err) { stream_end(s->id, err, strer
 
 static bool write_parts(struct stream *s) {
     struct writing *w = s->ctx;
-    gathered = NULL;
+    if (gathered == s) gathered = NULL; /* another's data waits on until it is written */
     for (int at = 0; at < w->n;) {
         ssize_t k = writev(w->fd, w->parts + at, w->n - at);
         if (k < 0 && errno == EINTR) continue;

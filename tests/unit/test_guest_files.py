@@ -103,6 +103,27 @@ async def test_an_upload_that_stops_changes_nothing(guest: Guest, tmp_path: Path
     assert (tmp_path / "f").read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
 
 
+async def test_uploads_side_by_side_are_exact(guest: Guest, tmp_path: Path) -> None:
+    """Small ones end while large ones have data in the agent's buffer."""
+    content = {f"{i}": os.urandom(700_000 if i % 2 else 3000) for i in range(8)}
+
+    async def pieces(data: bytes) -> AsyncIterator[bytes]:
+        for at in range(0, len(data), 1 << 16):
+            yield data[at : at + (1 << 16)]
+            await asyncio.sleep(0)
+
+    async def upload(name: str) -> None:
+        for _ in range(6 if len(content[name]) < 1 << 16 else 2):
+            await guest.write_file(str(tmp_path / name), pieces(content[name]), user=ME)
+
+    for _ in range(3):
+        async with asyncio.TaskGroup() as tg:
+            for name in content:
+                tg.create_task(upload(name))
+        for name, data in content.items():
+            assert (tmp_path / name).read_bytes() == data, f"{name} is not what was sent"
+
+
 async def test_a_stalled_download_holds_nobody_up(guest: Guest, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(3 << 20))
     download = guest.read_file(str(tmp_path / "f"), user=ME)
