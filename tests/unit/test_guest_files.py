@@ -90,6 +90,22 @@ async def test_writing_follows_a_link_and_leaves_no_temporary(guest: Guest, tmp_
     assert sorted(os.listdir(tmp_path)) == ["link", "real"]
 
 
+async def test_writing_through_a_link_that_leads_nowhere(guest: Guest, tmp_path: Path) -> None:
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/second").symlink_to("new")
+    (tmp_path / "first").symlink_to("dir/second")
+    await guest.write_file(str(tmp_path / "first"), b"new", user=ME)
+    assert (tmp_path / "first").is_symlink() and (tmp_path / "dir/second").is_symlink()
+    assert (tmp_path / "dir/new").read_bytes() == b"new"
+    (tmp_path / "gone").symlink_to("no/such/directory")
+    with pytest.raises(NotFoundError):
+        await guest.write_file(str(tmp_path / "gone"), b"", user=ME)
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(InvalidRequestError):
+        await guest.write_file(str(tmp_path / "round"), b"", user=ME)
+    assert sorted(os.listdir(tmp_path)) == ["dir", "first", "gone", "round"]
+
+
 async def test_an_upload_that_stops_changes_nothing(guest: Guest, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
 
