@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/capability.h>
+#include <malloc.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -99,6 +100,11 @@ static void setup(void) {
         /* Root in a microVM has a kernel of its own, and may do with it what it likes. */
         if (!microvm) drop_for_children();
     }
+#ifdef M_MMAP_THRESHOLD
+    /* What a flood or a transfer used goes back whole, for good: glibc moves its threshold above whatever was
+       freed, and keeps later rings in a heap that only shrinks at its end, in every image from then on. */
+    mallopt(M_MMAP_THRESHOLD, 64 << 10);
+#endif
     crc32_init();
     channel_init();
 }
@@ -149,7 +155,7 @@ int main(int argc, char **argv) {
         size_t nd = discard_poll(fds + FIXED + nc, MAX_POLL - FIXED - nc);
         int timeout = (busy && channel_has_room()) || child_ended ? 0 : identity_timeout(cmds_timeout(-1));
         struct timespec t = {timeout / 1000, timeout % 1000 * 1000000L};
-        if (timeout && !streams_count()) channel_trim();
+        if (timeout && (quiesced || !streams_count())) channel_trim();
         int n = ppoll(fds, FIXED + nc + nd, timeout < 0 ? NULL : &t, &waiting);
         if (n > 0) {
             if (fds[0].revents && !channel_read()) return 0;

@@ -104,7 +104,7 @@ static void write_fail(struct stream *s, int err) { stream_end(s->id, err, strer
 
 static bool write_parts(struct stream *s) {
     struct writing *w = s->ctx;
-    gathered = NULL;
+    if (gathered == s) gathered = NULL; /* another's data waits on until it is written */
     for (int at = 0; at < w->n;) {
         ssize_t k = writev(w->fd, w->parts + at, w->n - at);
         if (k < 0 && errno == EINTR) continue;
@@ -171,6 +171,23 @@ static void write_eof(struct stream *s, uint16_t chan) {
 
 static const struct stream_ops writing_ops = {.data = write_data, .eof = write_eof, .close = write_close};
 
+/* A link that leads to nothing yet: the path that it names, where the file is made, as open(2) does. */
+static int follow(char **path) {
+    char to[PATH_MAX];
+    for (int i = 0; i < 40; i++) {
+        ssize_t n = readlink(*path, to, sizeof to - 1);
+        if (n < 0) return 0;
+        to[n] = 0;
+        const char *slash = strrchr(*path, '/');
+        int dir = *to == '/' || !slash ? 0 : (int)(slash - *path) + 1;
+        char *next;
+        if (asprintf(&next, "%.*s%s", dir, *path, to) < 0) return ENOMEM;
+        free(*path);
+        *path = next;
+    }
+    return ELOOP;
+}
+
 /* Runs as the user. A regular file of the user's own is replaced whole, by a rename; what belongs to
    somebody else, or is a device or a pipe, is written in place and stays what it was. */
 static int write_open(struct writing *w, const struct user *u, bool parents) {
@@ -182,6 +199,8 @@ static int write_open(struct writing *w, const struct user *u, bool parents) {
     if (real) {
         free(w->path);
         w->path = real;
+    } else if ((err = follow(&w->path))) {
+        return err;
     }
     bool exists = stat(w->path, &st) == 0;
     if (exists && S_ISDIR(st.st_mode)) return EISDIR;

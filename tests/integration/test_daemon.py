@@ -62,6 +62,28 @@ def test_commands_and_streams_outlive_the_daemon(client: Client, how: signal.Sig
     client.delete_sandbox("lives")
 
 
+def test_a_flood_is_whole_over_the_daemons_death(client: Client) -> None:
+    """What the daemon had passed on, and its connection not yet written, is still the agent's."""
+    client.create_sandbox("floods")
+    box = client.sandbox("floods")
+    count = 1_500_000
+    whole = b"".join(b"%d\n" % i for i in range(1, count + 1))
+    for turn in range(3):
+        pid = client.health().pid
+        output: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+        with box.spawn(f"seq {count} & seq {count} >&2; wait") as flood:
+            for number, chunk in enumerate(flood.stream()):
+                assert chunk.kind != "gap", f"output was lost after {sum(map(len, output['stdout']))} bytes"
+                output[chunk.kind].append(chunk.data)
+                if number == 10 * (turn + 1):
+                    os.kill(pid, signal.SIGKILL)
+                elif number < 10 * (turn + 1):
+                    time.sleep(0.02)  # a reader that is slower than the command
+            assert flood.wait().ok
+        assert [b"".join(output[kind]) == whole for kind in ("stdout", "stderr")] == [True, True]
+    client.delete_sandbox("floods")
+
+
 def test_a_retried_create_makes_one_sandbox_over_a_restart(client: Client) -> None:
     first = client.create_sandbox("once", request_id="the-same")
     pid = client.health().pid

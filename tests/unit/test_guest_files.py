@@ -90,6 +90,22 @@ async def test_writing_follows_a_link_and_leaves_no_temporary(guest: Guest, tmp_
     assert sorted(os.listdir(tmp_path)) == ["link", "real"]
 
 
+async def test_writing_through_a_link_that_leads_nowhere(guest: Guest, tmp_path: Path) -> None:
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/second").symlink_to("new")
+    (tmp_path / "first").symlink_to("dir/second")
+    await guest.write_file(str(tmp_path / "first"), b"new", user=ME)
+    assert (tmp_path / "first").is_symlink() and (tmp_path / "dir/second").is_symlink()
+    assert (tmp_path / "dir/new").read_bytes() == b"new"
+    (tmp_path / "gone").symlink_to("no/such/directory")
+    with pytest.raises(NotFoundError):
+        await guest.write_file(str(tmp_path / "gone"), b"", user=ME)
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(InvalidRequestError):
+        await guest.write_file(str(tmp_path / "round"), b"", user=ME)
+    assert sorted(os.listdir(tmp_path)) == ["dir", "first", "gone", "round"]
+
+
 async def test_an_upload_that_stops_changes_nothing(guest: Guest, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
 
@@ -101,6 +117,27 @@ async def test_an_upload_that_stops_changes_nothing(guest: Guest, tmp_path: Path
         await guest.write_file(str(tmp_path / "f"), broken(), user=ME)
     await guest.ping()
     assert (tmp_path / "f").read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
+
+
+async def test_uploads_side_by_side_are_exact(guest: Guest, tmp_path: Path) -> None:
+    """Small ones end while large ones have data in the agent's buffer."""
+    content = {f"{i}": os.urandom(700_000 if i % 2 else 3000) for i in range(8)}
+
+    async def pieces(data: bytes) -> AsyncIterator[bytes]:
+        for at in range(0, len(data), 1 << 16):
+            yield data[at : at + (1 << 16)]
+            await asyncio.sleep(0)
+
+    async def upload(name: str) -> None:
+        for _ in range(6 if len(content[name]) < 1 << 16 else 2):
+            await guest.write_file(str(tmp_path / name), pieces(content[name]), user=ME)
+
+    for _ in range(3):
+        async with asyncio.TaskGroup() as tg:
+            for name in content:
+                tg.create_task(upload(name))
+        for name, data in content.items():
+            assert (tmp_path / name).read_bytes() == data, f"{name} is not what was sent"
 
 
 async def test_a_stalled_download_holds_nobody_up(guest: Guest, tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class RemoteProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # As without TLS, where a stream's output is acknowledged by what may be written behind.
+        transport.set_write_buffer_limits(high=64 << 10)
         self.app_state = {"caller": NOBODY, "connection": self}
         self._listener.connections.add(self)
         self._wait_for_head()

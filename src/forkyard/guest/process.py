@@ -27,6 +27,8 @@ STALL_S = 30.0
 ACK_EVERY = 128 << 10
 # What came in several frames is given on in pieces of at most this.
 JOINED = 256 << 10
+# Of what a reader passed on, the last may lie in this process: a piece, and what a connection writes behind.
+ON_THE_WAY = JOINED + (128 << 10)
 KINDS: dict[int, Literal["stdout", "stderr"]] = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
 
@@ -255,8 +257,8 @@ class GuestProcess:
             self._suspended = False
             if not self._released:
                 self._resume_input(received)
-                self._grant(wire.STDOUT)
-                self._grant(wire.STDERR)
+                for chan in (wire.STDOUT, wire.STDERR):
+                    self._grant(chan, self._acked[chan] if self._holding else self._taken[chan])
             waiting, self._waiting = self._waiting, []
             for type_, payload, chan in waiting:
                 self._channel.send(wire.encode(type_, self.stream, frame.epoch, payload, chan=chan))
@@ -347,9 +349,11 @@ class GuestProcess:
     def start_at(self, stdout: int, stderr: int) -> None:
         self._seen = [0, stdout, stderr]
         self._taken = [0, stdout, stderr]
+        self._acked = [0, stdout, stderr]
 
     def adopt_request(self) -> bytes:
-        return Packer().u32(self.pid).u64(self._seen[1]).u64(self._seen[2]).done()
+        """What was not acknowledged is kept on, and comes once more."""
+        return Packer().u32(self.pid).u64(self._acked[1]).u64(self._acked[2]).done()
 
     async def opened(self) -> None:
         await self._opened
@@ -360,12 +364,12 @@ class GuestProcess:
 
     # ---- reading
 
-    def _grant(self, chan: int) -> None:
+    def _grant(self, chan: int, delivered: int) -> None:
         if self._suspended:
             return  # granted anew by the next OPENED
-        self._acked[chan] = self._taken[chan]
+        self._acked[chan] = delivered
         self._limit[chan] = max(self._limit[chan], self._taken[chan] + OUTPUT_WINDOW)
-        self._credit_for(chan, self._taken[chan])
+        self._credit_for(chan, delivered)
 
     def _credit_for(self, chan: int, delivered: int) -> None:
         if self._suspended:
@@ -381,7 +385,7 @@ class GuestProcess:
             return
         if not self._holding:
             if due:
-                self._grant(chan)
+                self._grant(chan, self._taken[chan])
         elif self._taken[chan] * 2 > self._limit[chan] < self._acked[chan] + OUTPUT_WINDOW:
             self._limit[chan] = self._acked[chan] + OUTPUT_WINDOW
             self._credit_for(chan, self._acked[chan])
@@ -465,10 +469,17 @@ class GuestProcess:
 
     def acknowledge(self) -> None:
         """Let the agent forget the output that was taken so far."""
+        self._acknowledge(0, 1)
+
+    def acknowledge_older(self) -> None:
+        """The same, from time to time, but for what may still be on its way: see :data:`ON_THE_WAY`."""
+        self._acknowledge(ON_THE_WAY, ACK_EVERY)
+
+    def _acknowledge(self, but: int, least: int) -> None:
         if not self._complete() and not self._released and self._error is None:
             for chan in (wire.STDOUT, wire.STDERR):
-                if self._taken[chan] > self._acked[chan]:
-                    self._grant(chan)
+                if self._taken[chan] - but - self._acked[chan] >= least:
+                    self._grant(chan, self._taken[chan] - but)
 
     def release(self) -> None:
         """Let the agent forget an ended command, its output and status."""

@@ -399,6 +399,7 @@ class Execs:
         sandbox.active_calls += 1
         try:
             yield StreamEvent(kind="started", pid=process.pid)
+            process.hold()
             async for item in process.output():
                 capture = held.out if item.stream == "stdout" else held.err
                 if item.kind == "gap":
@@ -406,11 +407,11 @@ class Execs:
                 else:
                     capture.feed(item.data)
                 yield StreamEvent(kind=item.kind, data=item.data, offset=item.offset)
+                process.acknowledge_older()
             status = process.status
             assert status is not None
             held.result = self._ended(sandbox, box, held, status, timed_out)
             yield StreamEvent(kind="exit", result=_fields(held.result))
-            process.release()
         finally:
             if timer is not None:
                 timer.cancel()
@@ -425,7 +426,9 @@ class Execs:
                     self._ended_held[key] = held.result
                     if len(self._ended_held) > ENDED:
                         self._ended_held.popitem(last=False)
-            if held.result is None and not self._leaving:
+            if held.result is not None and not self._leaving:
+                loop.call_later(LINGER_S, process.release)
+            elif not self._leaving:
                 why = "client gone" if end else "left"
                 if sandbox.box is not box:
                     why = "lost"
