@@ -1,13 +1,17 @@
-"""What the agent ends when memory or processes run out, here as an ordinary process."""
+"""What ends commands: the agent when memory or processes run out, here as an ordinary process, and the guest's loss."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 
-from plain_agent import ME
+import plain_agent
+import pytest
+from plain_agent import ME, Wire
 from test_guest import agent, guest, spawn, wire  # noqa: F401  (fixtures)
 
+from forkyard.errors import SandboxLostError
 from forkyard.guest import Guest, SpawnSpec
 
 
@@ -52,3 +56,17 @@ async def test_a_crowd_ends_whole_and_a_smaller_one_stays(guest: Guest) -> None:
             await asyncio.sleep(0.05)
     assert not small.finished and not fed.finished
     assert await guest.kill_crowd(4) is None
+
+
+async def test_a_guest_lost_between_two_epochs_ends_what_waits(wire: Wire) -> None:  # noqa: F811
+    async with plain_agent.attached(wire) as guest:
+        process = await spawn(guest, "sleep 600")
+        reading = asyncio.create_task(anext(process.output()))
+        wire.process.send_signal(signal.SIGSTOP)
+        again = asyncio.create_task(guest.attach(timeout_s=60))
+        await asyncio.sleep(0.1)
+        guest.lost(SandboxLostError("it is gone", cause="guest"))
+        async with asyncio.timeout(5):
+            for waiting in (again, reading, process.wait()):
+                with pytest.raises(SandboxLostError, match="it is gone"):
+                    await waiting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +61,18 @@ async def test_what_floods_and_transfers_used_goes_back(wire: Wire, tmp_path: Pa
                 assert guest.error is None
                 await asyncio.sleep(0.05)
         assert after <= before + 700
+
+
+async def test_small_pieces_of_a_flood_travel_together(wire: Wire) -> None:
+    """Both streams, each whole and in order; a turn and a frame for every write would be 8192."""
+    code = "import os\nfor n in range(4096):\n    for fd in (1, 2): os.write(fd, b'%07d\\n' % n * 512)\n"
+    spec = SpawnSpec([sys.executable, "-c", code], {}, user=ME)
+    async with plain_agent.attached(wire) as guest:
+        process = await guest.spawn(spec)
+        got: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+        async with asyncio.timeout(60):
+            async for item in process.output():
+                got[item.kind].append(item.data)
+        expected = b"".join(b"%07d\n" % n * 512 for n in range(4096))
+        assert {kind: b"".join(parts) for kind, parts in got.items()} == dict.fromkeys(got, expected)
+        assert len(got["stdout"]) + len(got["stderr"]) < 1500
