@@ -24,7 +24,7 @@ setup: venv
 demo: setup
 	@$(BIN)/python demo/run.py $(ARGS)
 
-# Two workers, since a test mostly waits for a sandbox; what shares a machine-wide resource
+# Three workers, since a test mostly waits for a sandbox; what shares a machine-wide resource
 # stays together by its xdist_group. What fails is tried once more, alone.
 test: setup
 	@[ "$$(id -u)" != 0 ] || $(BIN)/forkyard setup --engine qemu || echo "tests of microVMs are skipped"

@@ -1,6 +1,6 @@
-"""Run the tests with two workers, and what failed once more alone.
+"""Run the tests with three workers, and what failed once more alone.
 
-Two sandboxes that start at the same moment on two cores can make a deadline of a test
+Sandboxes that start at the same moment on two cores can make a deadline of a test
 that watches a third pass. Such a failure is shown, and then tried again with the machine to
 itself: what fails there fails the run.
 """
@@ -16,7 +16,7 @@ FAILED = 1
 def main(args: list[str]) -> int:
     """Run pytest with ``args``; its exit code, or that of the second try."""
     pytest = [sys.executable, "-m", "pytest"]
-    code = subprocess.call([*pytest, "-n", "2", "--dist", "loadgroup", *args])
+    code = subprocess.call([*pytest, "-n", "3", "--dist", "loadgroup", *args])
     if code != FAILED:
         return code
     print("tests: trying what failed once more, alone", flush=True)

@@ -1,4 +1,4 @@
-"""What ends commands: the agent when memory or processes run out, here as an ordinary process, and the guest's loss."""
+"""What ends commands: the agent, here an ordinary process, when memory or processes run out; a guest's loss."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ async def test_a_crowd_ends_whole_and_a_smaller_one_stays(guest: Guest) -> None:
 
 
 async def test_a_guest_lost_between_two_epochs_ends_what_waits(wire: Wire) -> None:  # noqa: F811
-    async with plain_agent.attached(wire) as guest:
-        process = await spawn(guest, "sleep 600")
+    async with plain_agent.attached(wire) as lost:
+        process = await spawn(lost, "sleep 600")
         reading = asyncio.create_task(anext(process.output()))
         wire.process.send_signal(signal.SIGSTOP)
-        again = asyncio.create_task(guest.attach(timeout_s=60))
+        again = asyncio.create_task(lost.attach(timeout_s=60))
         await asyncio.sleep(0.1)
-        guest.lost(SandboxLostError("it is gone", cause="guest"))
+        lost.lost(SandboxLostError("it is gone", cause="guest"))
         async with asyncio.timeout(5):
             for waiting in (again, reading, process.wait()):
                 with pytest.raises(SandboxLostError, match="it is gone"):
