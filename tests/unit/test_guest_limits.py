@@ -1,4 +1,4 @@
-"""What ends commands: the agent, here an ordinary process, when memory or processes run out; a guest's loss."""
+"""What ends commands: memory or processes that run out (the agent is an ordinary process here), a guest's loss."""
 
 from __future__ import annotations
 
