@@ -148,6 +148,7 @@ ssize_t ring_drain(struct ring *, int fd); /* write(2) of what is not yet sent *
 void ring_ack(struct ring *, uint64_t off);
 void ring_free(struct ring *);
 void ring_trim(struct ring *); /* its room, if it is empty */
+void memory_trim(bool much); /* to the kernel, if there is much or was in rings */
 
 /* ---- spawn.c */
 struct plan {

@@ -278,7 +278,8 @@ bool channel_read(void) {
 
 /* Nothing is under way: what transfers used would be in every image of this machine. */
 void channel_trim(void) {
-    if (!pending() && obuf.cap > KEPT) {
+    bool much = !pending() && obuf.cap > KEPT;
+    if (much) {
         opos = 0;
         buf_free(&obuf);
     }
@@ -286,4 +287,5 @@ void channel_trim(void) {
         madvise(ibuf + KEPT, sizeof ibuf - KEPT, MADV_DONTNEED);
         itouched = KEPT;
     }
+    memory_trim(much);
 }

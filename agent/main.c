@@ -8,7 +8,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/capability.h>
-#include <malloc.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -100,11 +99,6 @@ static void setup(void) {
         /* Root in a microVM has a kernel of its own, and may do with it what it likes. */
         if (!microvm) drop_for_children();
     }
-#ifdef M_MMAP_THRESHOLD
-    /* What a flood or a transfer used goes back whole, for good: glibc moves its threshold above whatever was
-       freed, and keeps later rings in a heap that only shrinks at its end, in every image from then on. */
-    mallopt(M_MMAP_THRESHOLD, 64 << 10);
-#endif
     crc32_init();
     channel_init();
 }

@@ -2,6 +2,7 @@
 #include "agent.h"
 
 #include <errno.h>
+#include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
@@ -94,7 +95,19 @@ void ring_trim(struct ring *r) {
     if (r->start == r->end) ring_free(r);
 }
 
+/* A heap shrinks at its end alone, and what a flood or a transfer used would be in every image from then on.
+   Pieces that are mapped one by one would go back by themselves, and cost a busy connection a third of its pace. */
+static bool used_much;
+
+void memory_trim(bool much) {
+#ifdef __GLIBC__
+    if (used_much || much) malloc_trim(0);
+#endif
+    used_much = false;
+}
+
 void ring_free(struct ring *r) {
+    if (r->cap >= RING_KEPT) used_much = true;
     free(r->p);
     r->p = NULL;
     r->cap = 0;
