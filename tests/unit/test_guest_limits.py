@@ -1,4 +1,4 @@
-"""What ends commands: memory or processes that run out (the agent is an ordinary process here), a guest's loss."""
+"""What ends commands: memory or processes that run out (the agent is an ordinary process here), a loss."""
 
 from __future__ import annotations
 
