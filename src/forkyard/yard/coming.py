@@ -193,8 +193,9 @@ class Coming:
         self.snapshots.hold([layer])
         self.layers.insert(0, layer)
 
-    async def _file(self, path: Path, part: Part, reader: Reader) -> None:
-        """A new file of a part's content, without its zeros."""
+    async def _file(self, path: Path, part: Part, reader: Reader, *, floor: int = 0) -> None:
+        """A new file of a part's content, without its zeros. ``floor`` bytes stay free where it lies: for
+        the disk store, which may still grow, its own room is kept by itself."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
         try:
@@ -202,7 +203,7 @@ class Coming:
             async for piece in reader.content(part):
                 await in_thread(layerstream.write_sparse, fd, piece, at)
                 at += len(piece)
-                if shutil.disk_usage(path.parent).free < _FLOOR:
+                if floor and shutil.disk_usage(path.parent).free < floor:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(fd, part.bytes)
         finally:
@@ -220,7 +221,7 @@ class Coming:
             self._image = self.context.images.temporary(self.id)
             self._image.mkdir(mode=0o700)
         with _full_disk("the disk of the memory images"):
-            await self._file(self._image / part.name, part, reader)
+            await self._file(self._image / part.name, part, reader, floor=_FLOOR)
 
     async def publish(self) -> int:
         """Make an image of what came of the memory; its bytes. It is on disk when this returns."""
